@@ -1,0 +1,1 @@
+"""Graft: train LoRAs inside ComfyUI, with ComfyUI's own models."""

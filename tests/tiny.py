@@ -1,0 +1,146 @@
+"""A denoiser of 20k parameters with every layer kind, and a dataset to overfit: the engine's protocols in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graft.training.family import Family
+from graft.training.layer import FrozenLayer, LayerSpec
+from graft.training.model import Batch, HeldBase
+
+FAMILY = Family(
+    name="tiny",
+    architecture="tiny",
+    base_model="tiny",
+    targets={
+        "attn": ("blocks.*.attn*",),
+        "attn-mlp": ("blocks.*.attn*", "blocks.*.mlp*"),
+        "linear": ("*",),
+        "all": ("*",),
+        "everything": ("*",),
+    },
+    blocks=("blocks.*",),
+    sigmas="logit-normal",
+)
+
+
+class Flow:
+    """Rectified flow, as ComfyUI's CONST."""
+
+    sigma_min, sigma_max = torch.tensor(0.001), torch.tensor(1.0)
+
+    def noise_scaling(self, sigma: Tensor, noise: Tensor, latent_image: Tensor) -> Tensor:
+        return sigma * noise + (1 - sigma) * latent_image
+
+    def calculate_denoised(self, sigma: Tensor, model_output: Tensor, model_input: Tensor) -> Tensor:
+        return model_input - model_output * sigma.reshape(-1, *(1,) * (model_output.ndim - 1))
+
+    def percent_to_sigma(self, percent: float) -> float:
+        return 1.0 - percent
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attn_qkv = nn.Linear(width, 3 * width)
+        self.mlp = nn.Linear(width, width)
+        self.conv1d = nn.Conv1d(width, width, 3, padding=1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.attn_qkv(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        x = x + self.mlp(F.silu(x))
+        return x + self.conv1d(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Network(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(4, width, 3, stride=2, padding=1)
+        self.words = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.conv_out = nn.Conv2d(width, 16, 1)
+
+    def forward(self, x: Tensor, sigma: Tensor, words: Tensor) -> Tensor:
+        h = self.conv_in(x)
+        tokens = h.flatten(2).transpose(1, 2) + self.words(words).mean(1, keepdim=True)
+        tokens = tokens + sigma[:, None, None]
+        for block in self.blocks:
+            tokens = block(tokens)
+        return F.pixel_shuffle(self.conv_out(tokens.transpose(1, 2).reshape_as(h)), 2)
+
+
+class TinyDenoiser:
+    """A frozen Network behind the Denoiser protocol. `overwrite` simulates one weight buffer shared by all layers."""
+
+    family, sampling, device = FAMILY, Flow(), torch.device("cpu")
+
+    def __init__(self, seed: int = 0, *, overwrite: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.module = Network().requires_grad_(False)
+        self.fingerprint = f"tiny-{seed}"
+        self.overwrite = overwrite
+        self.buffer = torch.zeros(32 * 32 * 9)
+
+    @property
+    def specs(self) -> dict[str, LayerSpec]:
+        return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}
+
+    @contextmanager
+    def hold(self, dtype: torch.dtype) -> Iterator[HeldBase]:
+        modules = dict(self.module.named_modules())
+        layers = {n: FrozenLayer(n, s, modules[n], *self._fetch(modules[n])) for n, s in self.specs.items()}
+        for layer in layers.values():
+            layer.module.forward = layer.forward
+        try:
+            yield HeldBase(self.module, layers)
+        finally:
+            for layer in layers.values():
+                del layer.module.forward
+
+    def _fetch(self, module: nn.Module) -> tuple:
+        def fetch(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+            if not self.overwrite:
+                return tensor.detach().to(device, dtype)
+            self.buffer.fill_(float("nan"))
+            shared = self.buffer[: tensor.numel()].view(tensor.shape)
+            return shared.copy_(tensor.detach())
+
+        bias = getattr(module, "bias", None)
+        plain = None if bias is None else (lambda dtype, device: bias.detach().to(device, dtype))
+        return partial(fetch, module.weight), plain
+
+    def scale_latents(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
+        words = torch.cat([c["words"] for c in batch.conditioning])
+        return self.sampling.calculate_denoised(sigma, self.module(x_t, sigma, words), x_t)
+
+
+class TinyDataset:
+    """Four images of 8x8 latents, each with its word."""
+
+    fingerprint = "four"
+
+    def batch(self, size: int, *, seed: int, index: int) -> Batch:
+        chosen = [(index * size + i) % 4 for i in range(size)]
+        latents = torch.stack([torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(c)) for c in chosen])
+        return Batch(latents, [{"words": torch.tensor([[c]])} for c in chosen], [f"{c}.png" for c in chosen])
+
+
+def _spec(module: nn.Module) -> LayerSpec | None:
+    shape = tuple(module.weight.shape) if isinstance(getattr(module, "weight", None), Tensor) else ()
+    if isinstance(module, nn.Linear):
+        return LayerSpec("linear", shape)
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        options = {k: getattr(module, k) for k in ("stride", "padding", "dilation", "groups")}
+        return LayerSpec("conv1d" if isinstance(module, nn.Conv1d) else "conv2d", shape, options)
+    return LayerSpec("embedding", shape, {"padding_idx": None}) if isinstance(module, nn.Embedding) else None

@@ -1,0 +1,1 @@
+"""Graft's training engine. Only `training.comfy` imports ComfyUI; everything else is plain PyTorch."""

@@ -1,0 +1,40 @@
+"""The `graft` command: one row a subcommand, each in a module of its own that is imported only when it is called.
+
+A command's module has `arguments(parser)` and `run(args)`. A ValueError or OSError is the user's to solve: it is shown
+as one line, without a traceback, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": ("demo.run", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
+}
+"""name -> (module inside graft, what it does)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="graft", description="Train LoRAs inside ComfyUI.")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    root = __package__.rpartition(".")[0]
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if argv[:1] == [name]:
+            implementation = importlib.import_module(f"{root}.{module}")
+            implementation.arguments(command)
+            command.set_defaults(run=implementation.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:
+        print(f"graft {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130

@@ -1,0 +1,1 @@
+"""The only package of Graft that imports ComfyUI."""

@@ -1,0 +1,153 @@
+"""A ComfyUI MODEL as the engine's Denoiser: the same classes and the same call that sample also train."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import comfy.conds
+import comfy.ldm.modules.attention
+import comfy.model_management
+import comfy.utils
+import torch
+from torch import Tensor
+
+from ..family import Family, family_of
+from ..layer import LayerSpec
+from ..model import Batch, Conditioning, HeldBase, Sampling
+from . import weights
+from .versions import training_mode
+
+NETWORK = "diffusion_model"
+
+
+class ComfyDenoiser:
+    """Trains what a ModelPatcher holds; the patcher and its model are as before after every `hold`."""
+
+    def __init__(self, patcher: Any) -> None:
+        self.patcher = patcher
+        self.model = patcher.model
+        self.sampling: Sampling = patcher.get_model_object("model_sampling")
+        self.device: torch.device = comfy.model_management.get_torch_device()
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(type(self.model.model_config).__name__)
+
+    @cached_property
+    def network(self) -> torch.nn.Module:
+        return self.patcher.get_model_object(NETWORK)  # type: ignore[no-any-return]
+
+    @cached_property
+    def specs(self) -> Mapping[str, LayerSpec]:
+        return weights.layer_specs(self.network)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.network.state_dict(), self.patcher.patches, self.sampling)
+
+    @contextmanager
+    def hold(self, dtype: torch.dtype) -> Iterator[HeldBase]:
+        """Own the weights, with the MODEL's own patches applied; see `weights.held`.
+
+        Everything ComfyUI has on the device is unloaded first.
+        """
+        comfy.model_management.unload_all_models()
+        comfy.model_management.soft_empty_cache()
+        with ExitStack() as stack:
+            stack.enter_context(training_mode())
+            for name, value in {**self.patcher.object_patches, "manual_cast_dtype": dtype}.items():
+                stack.callback(_set_attribute(self.model, name, value))
+            try:
+                yield stack.enter_context(weights.held(self.patcher, self.network, NETWORK, dtype, self.device))
+            finally:
+                stack.close()
+                comfy.model_management.soft_empty_cache()
+
+    def scale_latents(self, latents: Tensor) -> Tensor:
+        return self.model.process_latent_in(latents)  # type: ignore[no-any-return]
+
+    def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        options = {**self.patcher.model_options.get("transformer_options", {}), "optimized_attention_override": sdpa}
+        conditions = self._conditions(x_t, batch)
+        return self.model.apply_model(x_t, sigma, transformer_options=options, **conditions)  # type: ignore[no-any-return]
+
+    def _conditions(self, x_t: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return what the model's own `extra_conds` makes of the batch, one call a sample, concatenated."""
+        extras = batch.extras or ({},) * len(x_t)
+        samples = [self._extra_conds(x_t[i : i + 1], c, extras[i]) for i, c in enumerate(batch.conditioning)]
+        parts = {name: [sample[name].process_cond(1, self.device) for sample in samples] for name in samples[0]}
+        return {name: part[0].concat(part[1:]) if len(part) > 1 else part[0].cond for name, part in parts.items()}
+
+    def _extra_conds(self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]) -> dict[str, Any]:
+        height, width = (side * self.pixels_per_cell for side in x_t.shape[-2:])
+        known = {"width": width, "height": height, "prompt_type": "positive", **extras, **conditioning}
+        return self.model.extra_conds(  # type: ignore[no-any-return]
+            noise=x_t, device=self.device, latent_image=torch.zeros_like(x_t), **known
+        )
+
+    @property
+    def pixels_per_cell(self) -> int:
+        return int(getattr(self.model.latent_format, "spacial_downscale_ratio", 8))
+
+
+def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention by PyTorch's kernel, whatever ComfyUI was started with: sage and flash have no backward here."""
+    return comfy.ldm.modules.attention.attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def fingerprint(*parts: Any) -> str:
+    """Digest names, shapes, dtypes and the first 4 KB of 16 evenly spaced tensors of everything given.
+
+    Cheap enough for a 12 B model, and different for any two files in practice.
+    """
+    named = [(f"{i}.{name}", t) for i, part in enumerate(parts) for name, t in _tensors(part, "")]
+    digest = hashlib.blake2b(digest_size=16)
+    sampled = {name for name, _ in named[:: max(1, len(named) // 16)]}
+    for name, tensor in named:
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        if name in sampled:
+            with torch.inference_mode():
+                start = tensor.detach().flatten()[:1024].to("cpu", torch.float32)
+            digest.update(start.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Find tensors in nested dicts, lists and objects (patches hold adapters that hold tuples of tensors)."""
+    if isinstance(part, Tensor):
+        yield name, part
+    elif isinstance(part, torch.nn.Module):
+        yield from _tensors(dict(part.state_dict()), f"{name}.{type(part).__name__}")
+    elif isinstance(part, Mapping):
+        for key in sorted(part, key=str):
+            yield from _tensors(part[key], f"{name}.{key}")
+    elif isinstance(part, list | tuple):
+        for index, item in enumerate(part):
+            yield from _tensors(item, f"{name}.{index}")
+    elif isinstance(part, int | float):
+        yield name, torch.tensor(float(part))
+    elif hasattr(part, "weights"):  # a comfy.weight_adapter
+        yield from _tensors(part.weights, f"{name}.{type(part).__name__}")
+
+
+def _set_attribute(model: Any, path: str, value: Any) -> Any:
+    """Set `model.<path>`; return the function that restores it, leaving no attribute that was not there before."""
+    *parents, name = path.split(".")
+    owner = comfy.utils.get_attr(model, ".".join(parents)) if parents else model
+    slots = [owner.__dict__, owner._modules, owner._parameters, owner._buffers]
+    before = next((slot[name] for slot in slots if name in slot), None)
+    existed = any(name in slot for slot in slots)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if existed:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return restore

@@ -1,0 +1,33 @@
+"""What ComfyUI calls things in which version: the one place that knows (0.3.75 to 0.33)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import comfy.model_management
+
+try:
+    from comfy.quant_ops import QuantizedTensor
+except ImportError:  # before mixed-precision checkpoints
+
+    class QuantizedTensor:  # type: ignore[no-redef]
+        """Stands in where ComfyUI has no quantised tensors, so that isinstance is False."""
+
+
+@contextlib.contextmanager
+def training_mode() -> Iterator[None]:
+    """Tell ComfyUI to leave out kernels that have no backward, where it has that switch."""
+    management: Any = comfy.model_management
+    before = getattr(management, "in_training", None)
+    if before is not None:
+        management.in_training = True
+    try:
+        yield
+    finally:
+        if before is not None:
+            management.in_training = before
+
+
+__all__ = ["QuantizedTensor", "training_mode"]

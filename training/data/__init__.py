@@ -1,0 +1,1 @@
+"""From a folder of captioned images to batches: folder -> bucket -> cache -> batch."""

@@ -1,0 +1,134 @@
+"""A frozen layer of the base model: the one place where a base weight is used during training.
+
+`FrozenLayer.forward` fetches its weight in the forward pass and again in the backward pass and lets autograd save
+neither, so the weight may live anywhere (resident, quantised, in a buffer that the next layer overwrites, on disk) and
+gradients are still right. The gradient of a frozen layer with respect to its input needs nothing but the weight.
+
+Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and so never ask which kind they sit on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Fetch = Callable[[torch.dtype, torch.device], Tensor]
+"""fetch(dtype, device) -> the weight as an ordinary tensor, good until the next fetch of any layer."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What an adapter must know of a layer to be built: no weights."""
+
+    kind: str
+    shape: tuple[int, ...]
+    """Of the weight: (out, in) for linear, (out, in/groups, *kernel) for convolutions, (entries, width) for embeddings."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How one kind of layer applies a weight."""
+
+    apply: Callable[..., Tensor]
+    """apply(x, weight, bias, **options) -> y."""
+    low_rank: Callable[..., Tensor]
+    """low_rank(x, down, up, **options) -> what `apply` gives for the weight up @ down, without forming it.
+    down is (rank, ...) in the shape of the weight, up is (out, rank)."""
+    input_gradient: Callable[..., Tensor] | None
+    """input_gradient(grad_y, weight, x_shape, **options) -> gradient of x; None where x has none (token ids)."""
+
+
+class FrozenLayer:
+    """A layer whose weight is fetched when used and never trained."""
+
+    def __init__(self, name: str, spec: LayerSpec, module: nn.Module, weight: Fetch, bias: Fetch | None = None):
+        self.name = name
+        self.spec = spec
+        self.module = module
+        self.weight = weight
+        self.bias = bias
+        self.kind = LAYER_KINDS[spec.kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer's output from x, differentiable with respect to x only."""
+        if self.kind.input_gradient is None or not (torch.is_grad_enabled() and x.requires_grad):
+            return self._apply(x)
+        return _Frozen.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute what this kind of layer would with another weight and no bias; differentiable in both."""
+        return self.kind.apply(x, weight, None, **self.spec.options)
+
+    def apply_low_rank(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """Compute `apply_weight(x, up @ down)` without forming the product; differentiable in all three."""
+        return self.kind.low_rank(x, down, up, **self.spec.options)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        dtype, device = _compute_dtype(self, x), x.device
+        bias = self.bias(dtype, device) if self.bias is not None else None
+        return self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options)
+
+
+class _Frozen(torch.autograd.Function):
+    """y = layer(x) that saves no tensor: the backward pass fetches the weight again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FrozenLayer) -> Tensor:
+        ctx.layer, ctx.shape, ctx.dtype, ctx.device = layer, x.shape, x.dtype, x.device
+        return layer._apply(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        layer: FrozenLayer = ctx.layer
+        assert layer.kind.input_gradient is not None
+        weight = layer.weight(ctx.dtype, ctx.device)
+        return layer.kind.input_gradient(grad, weight, ctx.shape, **layer.spec.options), None
+
+
+def _compute_dtype(layer: FrozenLayer, x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.float32
+
+
+def _linear_low_rank(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    return F.linear(F.linear(x, down), up)
+
+
+def _linear_input_gradient(grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    return grad @ weight
+
+
+def _conv(apply: Callable[..., Tensor], transposed: Callable[..., Tensor]) -> LayerKind:
+    def low_rank(x: Tensor, down: Tensor, up: Tensor, *, groups: int, **options: Any) -> Tensor:
+        if groups > 1:  # every group has its own inputs but all share `down`: only the product is a convolution
+            weight = (up @ down.flatten(1)).reshape(-1, *down.shape[1:])
+            return apply(x, weight, None, groups=groups, **options)
+        return apply(apply(x, down, None, **options), up.reshape(*up.shape, *(1,) * (down.ndim - 2)))
+
+    def input_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, **options: Any) -> Tensor:
+        return transposed(shape, weight, grad, **options)
+
+    return LayerKind(apply, low_rank, input_gradient)
+
+
+def _embedding(ids: Tensor, weight: Tensor, bias: None, *, padding_idx: int | None = None) -> Tensor:
+    return F.embedding(ids, weight, padding_idx)
+
+
+def _embedding_low_rank(ids: Tensor, down: Tensor, up: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    return F.embedding(ids, up, padding_idx) @ down
+
+
+LAYER_KINDS: Mapping[str, LayerKind] = {
+    "linear": LayerKind(F.linear, _linear_low_rank, _linear_input_gradient),
+    "conv1d": _conv(F.conv1d, torch.nn.grad.conv1d_input),
+    "conv2d": _conv(F.conv2d, torch.nn.grad.conv2d_input),
+    "embedding": LayerKind(_embedding, _embedding_low_rank, None),
+}

@@ -1,0 +1,1 @@
+"""What is kept, recomputed, quantised or moved during a step."""

@@ -1,0 +1,142 @@
+"""What the engine asks of a model: the nouns that travel between data, objective and loop.
+
+ComfyUI implements these protocols in `training/comfy/`; the tests implement them in forty lines (`tests/tiny.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .family import Family
+from .layer import FrozenLayer, LayerSpec
+
+Conditioning = Mapping[str, Tensor]
+"""What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output" (1, width)
+and whatever else ComfyUI's CLIP returned beside them (attention masks, ...)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one bucket, as they enter a training step."""
+
+    latents: Tensor
+    """(B, C, H, W) float32, as the VAE made them (not yet scaled for the model); (B, C, T, H, W) for video models."""
+    conditioning: Sequence[Conditioning]
+    """One entry a sample."""
+    names: Sequence[str] = ()
+    """One a sample, for messages: the image's path relative to its folder."""
+    masks: Tensor | None = None
+    """(B, 1, H, W) float32 loss weights at latent resolution; None means 1 everywhere."""
+    weights: Tensor | None = None
+    """(B,) float32 loss weight of each sample (regularisation images); None means 1."""
+    extras: Sequence[Mapping[str, float]] = field(default_factory=tuple)
+    """One a sample: original and target size and crop offset in pixels ("width", "height", "crop_w", "crop_h",
+    "target_width", "target_height"), which SDXL is conditioned on."""
+
+
+class Dataset(Protocol):
+    """Encoded samples in an order that is a pure function of (seed, index)."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def batch(self, size: int, *, seed: int, index: int) -> Batch:
+        """Return micro-batch number `index` (counted from the first step of the run, over all ranks)."""
+        ...
+
+
+class Sampling(Protocol):
+    """The part of ComfyUI's `model_sampling` that training needs. Sigma is the only noise coordinate."""
+
+    @property
+    def sigma_min(self) -> Tensor: ...
+
+    @property
+    def sigma_max(self) -> Tensor: ...
+
+    def noise_scaling(self, sigma: Tensor, noise: Tensor, latent_image: Tensor) -> Tensor: ...
+
+    def calculate_denoised(self, sigma: Tensor, model_output: Tensor, model_input: Tensor) -> Tensor: ...
+
+    def percent_to_sigma(self, percent: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class HeldBase:
+    """A base model whose weights the engine owns."""
+
+    module: nn.Module
+    """The network, for finding its repeated blocks."""
+    layers: Mapping[str, FrozenLayer]
+    """By module path; every one computes through its accessor."""
+
+
+class Denoiser(Protocol):
+    """A frozen base model, ready to be trained on."""
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of names, shapes, dtypes and a sample of the weights; the same for the same file."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def specs(self) -> Mapping[str, LayerSpec]:
+        """Every layer an adapter could sit on, by module path. Readable without holding the weights."""
+        ...
+
+    def hold(self, dtype: torch.dtype) -> AbstractContextManager[HeldBase]:
+        """Own the weights for the duration of the context: computing in `dtype`, restored exactly on every exit."""
+        ...
+
+    def scale_latents(self, latents: Tensor) -> Tensor:
+        """Bring the VAE's latents to the statistics that the model was trained on."""
+        ...
+
+    def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
+        """Return the denoised latents (B, C, H, W) float32 that the model predicts at noise level `sigma` (B,)."""
+        ...
+
+
+class Encoder(Protocol):
+    """VAE and text encoders, each with a digest that changes when what it computes would change."""
+
+    @property
+    def image_fingerprint(self) -> str: ...
+
+    @property
+    def text_fingerprint(self) -> str: ...
+
+    @property
+    def bucket_step(self) -> int:
+        """Image sides must be multiples of this many pixels (VAE reduction times patch size)."""
+        ...
+
+    @property
+    def reduction(self) -> int:
+        """Pixels per latent cell, along one side."""
+        ...
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """(B, H, W, 3) float32 in 0..1 -> (B, C, H/r, W/r) float32 latents, not yet scaled for the model."""
+        ...
+
+    def encode_text(self, caption: str) -> Conditioning: ...
+
+
+OnProgress = Callable[[int, int, str], None]
+"""Called as on_progress(done, total, message); may raise to cancel."""
