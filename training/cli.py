@@ -1,7 +1,7 @@
-"""The `graft` command: one row a subcommand, each in a module of its own that is imported only when it is called.
+"""The `graft` command: one row a subcommand, each in a module that is imported only when it is called.
 
-A command's module has `arguments(parser)` and `run(args)`. A ValueError or OSError is the user's to solve: it is shown
-as one line, without a traceback, and the exit code is 2.
+A command's module has `arguments(parser)` and `run(args)`. A ValueError or OSError is the user's to
+solve: it is shown as one line, without a traceback, and the exit code is 2.
 """
 
 from __future__ import annotations

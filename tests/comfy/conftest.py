@@ -1,0 +1,113 @@
+"""Tests against the real ComfyUI: in this process (every file here may `import comfy.sd`) or as a server.
+
+It runs on the CPU, or on the GPU with GRAFT_TEST_DEVICE=cuda. COMFYUI_PATH chooses another ComfyUI.
+"""
+
+import asyncio
+import atexit
+import copy
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from graft.demo.runtime import find_comfyui, install_graft, server
+
+COMFYUI = find_comfyui()
+BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
+atexit.register(shutil.rmtree, BASE, ignore_errors=True)
+
+
+def bootstrap() -> None:
+    """Make ComfyUI importable as its own main.py does, with models, input and output under BASE.
+
+    ComfyUI reads its command line when `comfy.cli_args` is imported, and then only if asked to.
+    """
+    for folder in ("models", "input", "output"):
+        (BASE / folder).mkdir()
+    install_graft(BASE / "custom_nodes" / "graft")
+    sys.path.insert(
+        0, str(COMFYUI)
+    )  # first, so that `nodes` and `utils` are ComfyUI's even under `python -m pytest`
+    device = [] if os.environ.get("GRAFT_TEST_DEVICE") == "cuda" else ["--cpu"]
+    argv, sys.argv = sys.argv, ["main.py", *device, "--base-directory", str(BASE)]
+    try:
+        import comfy.options
+
+        comfy.options.enable_args_parsing()
+        import comfy.cli_args
+    finally:
+        sys.argv = argv
+    assert comfy.cli_args.args.base_directory == str(BASE), "comfy.cli_args was imported before this conftest"
+
+
+bootstrap()
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> Path:
+    """The folder of the ComfyUI under test."""
+    return COMFYUI
+
+
+@pytest.fixture(scope="session")
+def base() -> Path:
+    """The base directory of the ComfyUI in this process: models/, input/, output/ lie in it."""
+    return BASE
+
+
+@pytest.fixture(scope="session")
+def comfy_server(comfyui, tmp_path_factory):
+    """One running ComfyUI with Graft, shared by all tests; `.base` is its base directory. Do not kill it."""
+    with server(
+        comfyui, tmp_path_factory.mktemp("server"), cpu=os.environ.get("GRAFT_TEST_DEVICE") != "cuda"
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def graft_nodes():
+    """ComfyUI's node table in this process, with Graft loaded as a custom node: id -> class."""
+    import nodes
+
+    assert asyncio.run(nodes.load_custom_node(str(BASE / "custom_nodes" / "graft"))), "Graft did not load"
+    return nodes.NODE_CLASS_MAPPINGS
+
+
+@pytest.fixture
+def execute(graft_nodes):
+    """Run prompts in this process with one cache: `execute(prompt)` returns the executor."""
+    import execution
+
+    executor = execution.PromptExecutor(
+        _NoServer(),
+        cache_type=execution.CacheType.CLASSIC,
+        cache_args={"lru": 0, "ram": 0.0, "ram_inactive": 0.0},
+    )
+
+    def run(prompt, *, prompt_id="00000000-0000-4000-8000-000000000000"):
+        valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt(prompt_id, prompt, None))
+        if not valid:
+            raise ValueError(f"{error} {node_errors}")
+        executor.execute(copy.deepcopy(prompt), prompt_id, {}, outputs)
+        for kind, data in executor.status_messages:
+            if kind == "execution_error":
+                raise RuntimeError(
+                    f"{data['node_type']}: {data['exception_message']}\n{''.join(data['traceback'])}"
+                )
+        return executor
+
+    return run
+
+
+class _NoServer:
+    """What a PromptExecutor needs of a server when nobody is connected."""
+
+    client_id = last_node_id = last_prompt_id = None
+    sockets_metadata: dict = {}
+
+    def send_sync(self, event, data, sid=None):
+        pass
