@@ -91,6 +91,8 @@ def load_state(folder: Path) -> TrainState:
             values["optimizer_name"], _under("optimizer/", tensors), values["optimizer"]
         ),
         losses=tuple(values["losses"]),
+        family=values["family"],
+        notes=values["notes"],
     )
 
 
@@ -102,6 +104,8 @@ def _values(state: TrainState) -> dict[str, Any]:
         "optimizer_name": state.optimizer.name,
         "optimizer": dict(state.optimizer.values),
         "losses": list(state.losses),
+        "family": state.family,
+        "notes": dict(state.notes),
     }
 
 

@@ -69,6 +69,11 @@ FAMILIES: Mapping[str, Family] = {
 """By the class name of ComfyUI's model config (`comfy.supported_models`)."""
 
 
+def family_named(name: str) -> Family:
+    """Return the family whose `name` this is, the generic one where there is none."""
+    return next((family for family in FAMILIES.values() if family.name == name), GENERIC)
+
+
 def family_of(config_class: str) -> Family:
     """Return the family of a ComfyUI model config's class name, the generic one where there is none."""
     return FAMILIES.get(config_class, GENERIC)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ def train(
     *,
     steps: int,
     on_step: OnStep = ignore,
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> TrainState:
     """Run `steps` optimizer steps from `state` (None: a fresh adapter) and return the state reached.
 
@@ -73,8 +75,14 @@ def train(
 
     def snapshot() -> TrainState:
         weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
-        return TrainState(
-            len(losses), start.adapter, denoiser.fingerprint, weights, save_optimizer(optimizer, config.optimizer), tuple(losses)
+        memory = save_optimizer(optimizer, config.optimizer)
+        return replace(
+            start,
+            step=len(losses),
+            weights=weights,
+            optimizer=memory,
+            losses=tuple(losses),
+            notes={**start.notes, **notes},
         )
 
     dtype = compute_dtype(config.memory, denoiser.device)
@@ -130,7 +138,7 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     for name, adapter in adapters.items():
         adapter.initialise(rng.generator(config.seed, "init", name))
     weights = {name: tensor.detach() for name, tensor in named_parameters(adapters).items()}
-    return TrainState(0, config.adapter, denoiser.fingerprint, weights)
+    return TrainState(0, config.adapter, denoiser.fingerprint, weights, family=denoiser.family.name)
 
 
 def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig) -> None:

@@ -11,8 +11,10 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from .checkpoint import StateHandle, open_state, save_state
 from .config import TrainConfig, digest, to_dict
@@ -51,6 +53,7 @@ def execute(
     *,
     steps: int,
     on_step: OnStep = ignore,
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> StateHandle:
     """Return the state `steps` after `start`, training only what no checkpoint of the run already holds.
 
@@ -77,6 +80,7 @@ def execute(
             resume.load() if resume else None,
             steps=target - (resume.step if resume else 0),
             on_step=saver,
+            notes=notes,
         )
     finally:
         handle = saver.save()

@@ -24,3 +24,7 @@ class TrainState:
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     losses: tuple[float, ...] = ()
     """One a step, from step 0: the mean over the step's micro-batches."""
+    family: str = ""
+    """Name of the base's row in FAMILIES, which decides the LoRA file's keys."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the LoRA file's metadata should say and training does not depend on: trigger word, data set, settings."""
