@@ -1,1 +1,21 @@
 """Graft: train LoRAs inside ComfyUI, with ComfyUI's own models."""
+
+WEB_DIRECTORY = "./web"
+
+
+async def comfy_entrypoint():  # type: ignore[no-untyped-def]
+    """Give ComfyUI the nodes and set up the routes; importing the package alone imports nothing."""
+    from comfy_api.latest import ComfyExtension
+
+    from .nodes import ALL_NODES
+    from .training.comfy.server import add_routes
+
+    class Graft(ComfyExtension):
+        async def get_node_list(self):  # type: ignore[no-untyped-def]
+            return ALL_NODES
+
+    add_routes()
+    return Graft()
+
+
+__all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]

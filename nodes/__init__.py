@@ -1,0 +1,27 @@
+"""Graft's nodes: a schema and a call each. The engine is in `training/`."""
+
+from __future__ import annotations
+
+from .base_model import LoadBaseModel
+from .dataset import EncodeDataset, LoadDataset
+from .lora import BuildLora
+from .output import LoadTrainingState, SaveLora, SaveTrainingState
+from .settings import MemorySettings, ObjectiveSettings, OptimizerSettings
+from .tools import ValidationLoss
+from .train import TrainSteps
+
+ALL_NODES = [
+    LoadBaseModel,
+    LoadDataset,
+    EncodeDataset,
+    BuildLora,
+    OptimizerSettings,
+    ObjectiveSettings,
+    MemorySettings,
+    TrainSteps,
+    ValidationLoss,
+    SaveLora,
+    SaveTrainingState,
+    LoadTrainingState,
+]
+"""In workflow order."""

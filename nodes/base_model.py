@@ -1,0 +1,67 @@
+"""Load Base Model: what the LoRA is trained on."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..training.comfy import loading
+from .sockets import schema
+
+
+class LoadBaseModel(io.ComfyNode):
+    """One node for a checkpoint, or for a diffusion model with its text encoders and VAE in files of their own."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        encoders = [loading.FROM_CHECKPOINT, *loading.text_encoder_files()]
+        return schema(
+            node_id="GraftLoadBaseModel",
+            display_name="Load Base Model",
+            description="Load the model to train a LoRA on. Stock loaders can be used in its place.",
+            search_aliases=["graft", "train", "lora", "checkpoint"],
+            inputs=[
+                io.Combo.Input(
+                    "model",
+                    options=loading.model_files(),
+                    tooltip="The base: a .safetensors file from models/checkpoints or models/diffusion_models.",
+                ),
+                *(
+                    io.Combo.Input(
+                        f"text_encoder_{number}",
+                        options=encoders,
+                        default=loading.FROM_CHECKPOINT,
+                        optional=True,
+                        tooltip="A text encoder file, where the checkpoint holds none: CLIP-L, then CLIP-G or T5.",
+                    )
+                    for number in (1, 2, 3)
+                ),
+                io.Combo.Input(
+                    "vae",
+                    options=[loading.FROM_CHECKPOINT, *loading.vae_files()],
+                    default=loading.FROM_CHECKPOINT,
+                    optional=True,
+                    tooltip="A VAE file, where the checkpoint holds none.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=["auto", "bf16", "fp16", "fp32"],
+                    default="auto",
+                    optional=True,
+                    tooltip="Number format the weights are kept in; auto is ComfyUI's choice for this file and device.",
+                ),
+            ],
+            outputs=[io.Model.Output("MODEL"), io.Clip.Output("CLIP"), io.Vae.Output("VAE")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: str,
+        text_encoder_1: str = loading.FROM_CHECKPOINT,
+        text_encoder_2: str = loading.FROM_CHECKPOINT,
+        text_encoder_3: str = loading.FROM_CHECKPOINT,
+        vae: str = loading.FROM_CHECKPOINT,
+        dtype: str = "auto",
+    ) -> io.NodeOutput:
+        chosen = [e for e in (text_encoder_1, text_encoder_2, text_encoder_3) if e != loading.FROM_CHECKPOINT]
+        return io.NodeOutput(*loading.load_base(model, chosen, vae, dtype))

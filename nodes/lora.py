@@ -1,0 +1,94 @@
+"""Build LoRA: what is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..training.adapters import ADAPTERS, build_adapters, select
+from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.config import AdapterConfig
+from .sockets import Lora, schema
+
+
+class BuildLora(io.ComfyNode):
+    """Choose the method, the size and the layers. Connect the model to see how many layers and parameters that gives."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftBuildLora",
+            display_name="Build LoRA",
+            description="Choose what is trained: the method, its size, and which layers of the model.",
+            search_aliases=["graft", "train", "lora", "rank"],
+            inputs=[
+                io.Combo.Input(
+                    "algorithm",
+                    options=list(ADAPTERS),
+                    default="lora",
+                    tooltip="LoRA is the usual choice and loads everywhere.",
+                ),
+                io.Int.Input(
+                    "rank", default=16, min=1, max=1024, tooltip="Size of the LoRA: 8 to 16 a face, 32 and more a style."
+                ),
+                io.Float.Input(
+                    "alpha",
+                    default=0.0,
+                    min=0.0,
+                    max=4096.0,
+                    step=0.5,
+                    tooltip="Strength is alpha / rank. 0 means alpha = rank, so strength 1.",
+                ),
+                io.Combo.Input(
+                    "targets",
+                    options=["attn-mlp", "attn", "linear", "all"],
+                    default="attn-mlp",
+                    tooltip="Which layers: attention and MLP of every block (default), attention only, every linear layer, "
+                    "or convolutions too.",
+                ),
+                io.String.Input(
+                    "include",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    tooltip="Patterns of layer names, one a line: only these are trained, e.g. joint_blocks.1?.*",
+                ),
+                io.String.Input(
+                    "exclude",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    tooltip="Patterns of layer names, one a line, that are left out.",
+                ),
+                io.Model.Input("model", optional=True, tooltip="Connect it to check the choice before training."),
+            ],
+            outputs=[Lora.Output("lora")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        algorithm: str,
+        rank: int,
+        alpha: float,
+        targets: str,
+        include: str = "",
+        exclude: str = "",
+        model: Any = None,
+    ) -> io.NodeOutput:
+        config = AdapterConfig(algorithm, rank, alpha, targets, _lines(include), _lines(exclude))
+        if algorithm not in ADAPTERS:
+            raise ValueError(f"algorithm: {algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
+        return io.NodeOutput(config, ui={"text": [_describe(model, config)]} if model is not None else None)
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _describe(model: Any, config: AdapterConfig) -> str:
+    denoiser = ComfyDenoiser(model)
+    chosen = select(denoiser.specs, denoiser.family, config)
+    count = sum(p.numel() for adapter in build_adapters(chosen, config).values() for p in adapter.parameters())
+    return f"{denoiser.family.name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"

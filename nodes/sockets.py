@@ -1,0 +1,28 @@
+"""The types that travel on Graft's wires, and the schema shim that works across ComfyUI versions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from comfy_api.latest import io
+
+Dataset = io.Custom("GRAFT_DATASET")
+"""Before Encode Dataset: which files, how captioned (LoadedDataset). After it: latents and conditioning (EncodedDataset)."""
+Lora = io.Custom("GRAFT_LORA")
+"""AdapterConfig: what will be trained."""
+State = io.Custom("GRAFT_STATE")
+"""TrainingResult: a handle to a training state on disk."""
+Optimizer = io.Custom("GRAFT_OPTIMIZER")
+Objective = io.Custom("GRAFT_OBJECTIVE")
+Memory = io.Custom("GRAFT_MEMORY")
+
+CATEGORY = "training/graft"
+
+_FIELDS = {field.name for field in dataclasses.fields(io.Schema)}
+
+
+def schema(**values: Any) -> io.Schema:
+    """Build a Schema, leaving out fields that this ComfyUI does not have (0.3.75 knows no search aliases)."""
+    values.setdefault("category", CATEGORY)
+    return io.Schema(**{name: value for name, value in values.items() if name in _FIELDS})

@@ -1,0 +1,134 @@
+"""Train Steps: state in, new state out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..training.checkpoint import StateHandle
+from ..training.comfy import output, paths
+from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.comfy.session import session
+from ..training.config import (
+    AdapterConfig,
+    MemoryConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    to_dict,
+)
+from ..training.run import Run, execute, run_key
+from .sockets import Dataset, Lora, Memory, Objective, Optimizer, State, schema
+
+
+class TrainSteps(io.ComfyNode):
+    """Add optimizer steps to a run. Pure: the same inputs give the same state, and a finished run costs nothing."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftTrainSteps",
+            display_name="Train Steps",
+            description="Train the LoRA for some steps. Cancel keeps what was trained: queue again to go on.",
+            search_aliases=["graft", "train", "lora", "finetune"],
+            inputs=[
+                io.Model.Input("model", tooltip="The base. It is not changed."),
+                Dataset.Input("dataset", tooltip="From Encode Dataset."),
+                io.MultiType.Input(
+                    "start", types=[Lora, State], tooltip="A fresh LoRA from Build LoRA, or a training state to continue."
+                ),
+                io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Optimizer steps to add."),
+                io.Int.Input(
+                    "total_steps",
+                    default=0,
+                    min=0,
+                    max=1000000,
+                    tooltip="Length of the whole run over which the learning rate decays, when several Train Steps follow "
+                    "one another. 0: the run ends with this node.",
+                ),
+                io.Float.Input(
+                    "learning_rate",
+                    default=1e-4,
+                    min=0.0,
+                    max=10.0,
+                    step=1e-6,
+                    round=False,
+                    tooltip="1e-4 suits most LoRAs; halve it when pictures break up, double it when nothing happens.",
+                ),
+                io.Int.Input("batch_size", default=1, min=1, max=256, tooltip="Images in one step; more needs more memory."),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=False,
+                    tooltip="The same seed and settings give the same LoRA.",
+                ),
+                io.String.Input("name", default="my_lora", tooltip="Name of the run's folder under output/graft."),
+                Optimizer.Input("optimizer_settings", optional=True),
+                Objective.Input("objective_settings", optional=True),
+                Memory.Input("memory_settings", optional=True),
+                io.Clip.Input("clip", optional=True, tooltip="Comes out again with the LoRA's text encoder part, if any."),
+            ],
+            outputs=[
+                io.Model.Output("MODEL", tooltip="The base with the trained LoRA, ready for KSampler."),
+                io.Clip.Output("CLIP"),
+                State.Output("state", tooltip="To go on training, or to save."),
+                io.LoraModel.Output("LORA_MODEL"),
+                io.LossMap.Output("LOSS_MAP"),
+            ],
+            hidden=[io.Hidden.unique_id],
+            not_idempotent=False,
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        dataset: Any,
+        start: AdapterConfig | StateHandle,
+        steps: int,
+        total_steps: int,
+        learning_rate: float,
+        batch_size: int,
+        seed: int,
+        name: str,
+        optimizer_settings: tuple[OptimizerConfig, ScheduleConfig, int] | None = None,
+        objective_settings: ObjectiveConfig | None = None,
+        memory_settings: MemoryConfig | None = None,
+        clip: Any = None,
+    ) -> io.NodeOutput:
+        resumed = start if isinstance(start, StateHandle) else None
+        optimizer, schedule, accumulation = optimizer_settings or (OptimizerConfig(), ScheduleConfig(), 1)
+        first = resumed.step if resumed else 0
+        config = TrainConfig(
+            batch_size=batch_size,
+            gradient_accumulation=accumulation,
+            seed=seed,
+            adapter=resumed.load().adapter if resumed else start,
+            optimizer=replace(optimizer, lr=learning_rate),
+            schedule=_over(schedule, total_steps or first + steps),
+            objective=objective_settings or ObjectiveConfig(),
+            memory=memory_settings or MemoryConfig(),
+        )
+        denoiser = ComfyDenoiser(model)
+        folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed))
+        notes = {**dataset.notes, "ss_output_name": name, "graft_config": json.dumps(to_dict(config))}
+        with session(folder.name, first=first, last=first + steps, node_id=cls.hidden.unique_id) as on_step:
+            handle = execute(
+                Run(folder), denoiser, dataset, config, resumed, steps=steps, on_step=on_step, notes=notes
+            )
+        state = handle.load()
+        patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)
+        lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)
+        text = f"step {state.step}, loss {sum(state.losses[-20:]) / len(state.losses[-20:]):.4f}\n{folder.name}"
+        return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
+
+
+def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:
+    """Fix the schedule's length; a constant one has none, so that a longer run shares the steps of a shorter one."""
+    return schedule if schedule.name == "constant" else replace(schedule, total_steps=total)

@@ -1,0 +1,142 @@
+"""Load a base model from ComfyUI's own folders, in one piece or as people own SD3.5 and Flux: in separate files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import comfy.sd
+import comfy.utils
+import folder_paths
+
+from ..memory.precision import DTYPES
+
+FROM_CHECKPOINT = "from checkpoint"
+LARGEST_HEADER = 100_000_000
+
+CLIP_TYPES: Mapping[str, str] = {
+    "SD3": "SD3",
+    "Flux": "FLUX",
+    "FluxSchnell": "FLUX",
+    "Chroma": "CHROMA",
+    "Lumina2": "LUMINA2",
+    "ZImage": "LUMINA2",
+    "QwenImage": "QWEN_IMAGE",
+    "HiDream": "HIDREAM",
+    "Flux2": "FLUX2",
+}
+"""Class of ComfyUI's model config -> CLIPType for its text encoder files; STABLE_DIFFUSION where it is not listed."""
+
+
+def model_files() -> list[str]:
+    return sorted({*_files("checkpoints"), *_files("diffusion_models")})
+
+
+def text_encoder_files() -> list[str]:
+    return _files("text_encoders")
+
+
+def vae_files() -> list[str]:
+    return _files("vae")
+
+
+def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
+    """Return (MODEL, CLIP, VAE); CLIP and VAE are None where neither the checkpoint nor a file gives one.
+
+    Names are relative to ComfyUI's model folders. Raises ValueError naming the file for anything that is not a readable
+    .safetensors base model.
+    """
+    path = _path(("checkpoints", "diffusion_models"), model)
+    options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
+    keys = require_safetensors(path)
+    if any(key.startswith("model.diffusion_model.") for key in keys):
+        loaded = _load(path, lambda: comfy.sd.load_checkpoint_guess_config(
+            str(path), embedding_directory=folder_paths.get_folder_paths("embeddings"), model_options=options
+        )[:3])
+        patcher, clip, own_vae = loaded
+    else:
+        patcher, clip, own_vae = _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options)), None, None
+    if patcher is None:
+        raise ValueError(f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model.")
+    if text_encoders:
+        clip = _load_clip(text_encoders, type(patcher.model.model_config).__name__)
+    if vae != FROM_CHECKPOINT:
+        own_vae = _load_vae(vae)
+    if clip is not None and not hasattr(clip, "tokenizer"):
+        clip = None
+    return patcher, clip, own_vae
+
+
+def require_safetensors(path: Path) -> list[str]:
+    """Return the tensor names of a .safetensors file, its header read and checked, no tensor loaded.
+
+    Raises ValueError for pickles, truncated files, oversized headers and offsets that overlap or leave the file.
+    """
+    if path.suffix not in (".safetensors", ".sft"):
+        raise ValueError(
+            f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code when opened. "
+            "Convert it to .safetensors first."
+        )
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+                raise ValueError(f"its header claims {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+        end = 0
+        for first, last in spans:
+            if first != end or last < first:
+                raise ValueError("its tensors overlap or leave gaps")
+            end = last
+        if end != size - 8 - length:
+            raise ValueError(f"it holds {size - 8 - length} bytes of tensors and should hold {end}: the file is cut off")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path.name}: not a readable .safetensors file ({error}); download it again.") from error
+    return [name for name in header if name != "__metadata__"]
+
+
+def _load(path: Path, load: Any) -> Any:
+    try:
+        return load()
+    except (RuntimeError, KeyError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path.name}: ComfyUI cannot load this as a base model ({error}).") from error
+
+
+def _load_clip(names: Sequence[str], config: str) -> Any:
+    paths = [_path(("text_encoders",), name) for name in names]
+    for path in paths:
+        require_safetensors(path)
+    kind = getattr(comfy.sd.CLIPType, CLIP_TYPES.get(config, "STABLE_DIFFUSION"))
+    return _load(
+        paths[0],
+        lambda: comfy.sd.load_clip(
+            [str(path) for path in paths], folder_paths.get_folder_paths("embeddings"), clip_type=kind
+        ),
+    )
+
+
+def _load_vae(name: str) -> Any:
+    path = _path(("vae",), name)
+    require_safetensors(path)
+    vae = _load(path, lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
+    if vae.first_stage_model is None:
+        raise ValueError(f"{name}: not a VAE that ComfyUI recognises.")
+    return vae
+
+
+def _files(kind: str) -> list[str]:
+    return [name for name in folder_paths.get_filename_list(kind) if name.endswith((".safetensors", ".sft"))]
+
+
+def _path(kinds: Sequence[str], name: str) -> Path:
+    for kind in kinds:
+        found = folder_paths.get_full_path(kind, name)
+        if found is not None:
+            return Path(found)
+    raise ValueError(f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page.")

@@ -1,0 +1,29 @@
+"""What a training state becomes in ComfyUI: a patched MODEL, a LORA_MODEL, a loss map, a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.sd
+import torch
+from torch import Tensor
+
+from ..family import Family
+from ..lora_file import lora_tensors
+from ..state import TrainState
+
+
+def with_lora(model: Any, clip: Any, state: TrainState, family: Family) -> tuple[Any, Any]:
+    """Return clones of MODEL and CLIP with the state's LoRA at strength 1, through the stock loader's own code."""
+    return comfy.sd.load_lora_for_models(model, clip, lora_model(state, family), 1.0, 1.0)  # type: ignore[no-any-return]
+
+
+def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
+    """Return ComfyUI's LORA_MODEL: the tensors of the LoRA file."""
+    with torch.inference_mode(False):
+        return lora_tensors(state, family)
+
+
+def loss_map(state: TrainState) -> dict[str, list[float]]:
+    """Return ComfyUI's LOSS_MAP, which its Plot Loss Graph node draws."""
+    return {"loss": list(state.losses)}

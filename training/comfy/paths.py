@@ -1,0 +1,55 @@
+"""Where ComfyUI keeps things, with guards: nothing is read or written outside its folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folder_paths
+
+DATASET_ROOTS = "graft_datasets"
+"""Key in extra_model_paths.yaml under which a person registers folders of training images."""
+
+
+def dataset_roots() -> list[Path]:
+    """Return the folders that may hold datasets: ComfyUI's input directory, then the registered ones."""
+    registered = folder_paths.folder_names_and_paths.get(DATASET_ROOTS, ([], set()))[0]
+    return [Path(folder_paths.get_input_directory()), *(Path(path) for path in registered)]
+
+
+def graft_folder() -> Path:
+    """Return output/graft, where runs and the cache live."""
+    return Path(folder_paths.get_output_directory()) / "graft"
+
+
+def cache_folder() -> Path:
+    return graft_folder() / "cache"
+
+
+def lora_path(name: str) -> Path:
+    """Return the file output/loras/<name>.safetensors, which ComfyUI's Load LoRA lists.
+
+    Raises ValueError for a name that is empty or leaves that folder.
+    """
+    return _inside(Path(folder_paths.get_output_directory()) / "loras", name, "file name", ".safetensors")
+
+
+def run_folder(name: str, key: str) -> Path:
+    """Return output/graft/<name>-<key>. Raises ValueError for a name that leaves output/graft."""
+    return _inside(graft_folder(), f"{name}-{key}", "run name", "")
+
+
+def state_folder(name: str) -> Path:
+    """Return output/graft/states/<name>. Raises ValueError for a name that leaves that folder."""
+    return _inside(graft_folder() / "states", name, "state name", "")
+
+
+def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
+    clean = name.strip().replace("\\", "/").removesuffix(suffix) if suffix else name.strip().replace("\\", "/")
+    forbidden = set('<>:"|?*') | {chr(code) for code in range(32)}
+    parts = clean.split("/")
+    if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
+        raise ValueError(f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders.")
+    path = root.joinpath(*parts[:-1], parts[-1] + suffix)
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{what}: {name!r} leads out of {root}; choose a name inside it.")
+    return path
