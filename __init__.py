@@ -8,12 +8,14 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     from comfy_api.latest import ComfyExtension
 
     from .nodes import ALL_NODES
+    from .nodes.embedded import register
     from .training.comfy.server import add_routes
 
     class Graft(ComfyExtension):
         async def get_node_list(self):  # type: ignore[no-untyped-def]
             return ALL_NODES
 
+    register()
     add_routes()
     return Graft()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..training.comfy import loading
+from . import embedded
 from .sockets import schema
 
 
@@ -13,7 +14,7 @@ class LoadBaseModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        encoders = [loading.FROM_CHECKPOINT, *loading.text_encoder_files()]
+        encoders = [loading.FROM_CHECKPOINT, *embedded.text_encoders(loading.text_encoder_files())]
         return schema(
             node_id="GraftLoadBaseModel",
             display_name="Load Base Model",
@@ -64,4 +65,5 @@ class LoadBaseModel(io.ComfyNode):
         dtype: str = "auto",
     ) -> io.NodeOutput:
         chosen = [e for e in (text_encoder_1, text_encoder_2, text_encoder_3) if e != loading.FROM_CHECKPOINT]
+        embedded.make_text_encoder(chosen)
         return io.NodeOutput(*loading.load_base(model, chosen, vae, dtype))

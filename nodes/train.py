@@ -117,7 +117,7 @@ class TrainSteps(io.ComfyNode):
         )
         denoiser = ComfyDenoiser(model)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed))
-        notes = {**dataset.notes, "ss_output_name": name, "graft_config": json.dumps(to_dict(config))}
+        notes = {"ss_output_name": name, "graft_config": json.dumps(to_dict(config)), **_triggers(dataset)}
         with session(folder.name, first=first, last=first + steps, node_id=cls.hidden.unique_id) as on_step:
             handle = execute(
                 Run(folder), denoiser, dataset, config, resumed, steps=steps, on_step=on_step, notes=notes
@@ -127,6 +127,11 @@ class TrainSteps(io.ComfyNode):
         lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)
         text = f"step {state.step}, loss {sum(state.losses[-20:]) / len(state.losses[-20:]):.4f}\n{folder.name}"
         return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
+
+
+def _triggers(dataset: Any) -> dict[str, str]:
+    words = dict.fromkeys(source.config.caption.trigger for source in dataset.images.sources)
+    return {"modelspec.trigger_phrase": ", ".join(words)} if any(words) else {}
 
 
 def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:

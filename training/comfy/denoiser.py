@@ -80,7 +80,7 @@ class ComfyDenoiser:
         """Return what the model's own `extra_conds` makes of the batch, one call a sample, concatenated."""
         extras = batch.extras or ({},) * len(x_t)
         samples = [self._extra_conds(x_t[i : i + 1], c, extras[i]) for i, c in enumerate(batch.conditioning)]
-        parts = {name: [sample[name].process_cond(1, self.device) for sample in samples] for name in samples[0]}
+        parts = {name: [sample[name].process_cond(1, device=self.device, area=None) for sample in samples] for name in samples[0]}
         return {name: part[0].concat(part[1:]) if len(part) > 1 else part[0].cond for name, part in parts.items()}
 
     def _extra_conds(self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import comfy.model_management
 import comfy.utils
 
 from ..loop import STOP, OnStep, Progress
+from ..model import OnProgress
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,18 @@ def session(run: str, *, first: int, last: int, node_id: str | None = None) -> I
         yield on_step
     finally:
         del _finish[run]
+
+
+@contextmanager
+def progress_bar() -> Iterator[OnProgress]:
+    """Yield an `on_progress` that moves the node's bar and raises ComfyUI's interrupt on Cancel."""
+    bar = comfy.utils.ProgressBar(1)
+
+    def on_progress(done: int, total: int, message: str) -> None:
+        bar.update_absolute(done, max(total, 1))
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    yield on_progress
 
 
 def clock(seconds: float) -> str:

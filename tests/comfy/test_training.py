@@ -1,0 +1,183 @@
+"""The laws on ComfyUI's own SD3 class: what is trained is what the stock loader renders, and the base is left alone."""
+
+from __future__ import annotations
+
+import logging
+
+import comfy.lora
+import comfy.model_management
+import comfy.ops
+import comfy.sd
+import pytest
+import torch
+from comfy.ldm.modules.attention import attention_pytorch
+from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+
+from graft.training.adapters import attach, restore_adapters
+from graft.training.checkpoint import load_state, save_state
+from graft.training.comfy import weights
+from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.output import with_lora
+from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.loop import initial_state, train
+from graft.training.model import Batch
+
+CONFIG = TrainConfig(
+    batch_size=2,
+    adapter=AdapterConfig(rank=4, alpha=2.0),
+    optimizer=OptimizerConfig(lr=3e-3),
+    memory=MemoryConfig(dtype="fp32"),
+)
+
+
+def sd3_state_dict(depth=2):
+    network = OpenAISignatureMMDITWrapper(
+        in_channels=16,
+        out_channels=16,
+        patch_size=2,
+        depth=depth,
+        input_size=None,
+        adm_in_channels=2048,
+        context_embedder_config={
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 4096, "out_features": 64 * depth},
+        },
+        num_patches=64,
+        pos_embed_max_size=8,
+        pos_embed_scaling_factor=None,
+        qk_norm="rms",
+        x_block_self_attn_layers=[0],
+        device="meta",
+        dtype=torch.float32,
+        operations=comfy.ops.disable_weight_init,
+    )
+    generator = torch.Generator().manual_seed(0)
+    return {k: torch.randn(v.shape, generator=generator) * 0.05 for k, v in network.state_dict().items()}
+
+
+@pytest.fixture
+def patcher():
+    """Loaded as a node would load it: in inference mode."""
+    with torch.inference_mode():
+        return comfy.sd.load_diffusion_model_state_dict(sd3_state_dict())
+
+
+class Noise:
+    """Two samples of noise with random conditioning."""
+
+    fingerprint = "noise"
+
+    def batch(self, size, *, seed, index):
+        g = torch.Generator().manual_seed(index % 2)
+        condition = {
+            "cross_attn": torch.randn(1, 9, 4096, generator=g),
+            "pooled_output": torch.randn(1, 2048, generator=g),
+        }
+        return Batch(torch.randn(size, 16, 8, 8, generator=g), [condition] * size)
+
+
+def run(patcher, state=None, steps=3, config=CONFIG):
+    return train(ComfyDenoiser(patcher), Noise(), config, state, steps=steps)
+
+
+def predict(patcher, state=None):
+    denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
+    x, sigma = batch.latents, torch.full((2,), 0.7)
+    with torch.inference_mode(False), torch.no_grad(), denoiser.hold(torch.float32) as base:
+        adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, x.device) if state else {}
+        with attach(base.layers, adapters):
+            return denoiser.denoise(x, sigma, batch)
+
+
+def sampled(patcher):
+    """What ComfyUI's own sampling path computes: loaded by its memory management, called in inference mode."""
+    with torch.inference_mode():
+        comfy.model_management.load_models_gpu([patcher], force_full_load=True)
+        denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
+        conditions = denoiser._conditions(batch.latents, batch)
+        return patcher.model.apply_model(batch.latents, torch.full((2,), 0.7), **conditions)
+
+
+def assert_same(a, b):
+    assert a.losses == b.losses
+    assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
+
+
+def test_the_held_model_computes_what_comfyui_samples(patcher):
+    assert torch.allclose(predict(patcher), sampled(patcher), atol=1e-5)
+
+
+def test_two_parts_equal_the_whole_and_disk_changes_nothing(patcher, tmp_path):
+    save_state(run(patcher, steps=2), tmp_path / "state")
+    assert_same(run(patcher, load_state(tmp_path / "state"), steps=3), run(patcher, steps=5))
+
+
+def test_a_fresh_lora_changes_nothing_and_every_parameter_moves_by_step_two(patcher):
+    start, state = initial_state(ComfyDenoiser(patcher), CONFIG), run(patcher, steps=2)
+    assert torch.equal(predict(patcher), predict(patcher, start))
+    assert not [name for name in state.weights if torch.equal(start.weights[name], state.weights[name])]
+
+
+def test_the_stock_loader_renders_what_was_trained(patcher, caplog):
+    state = run(patcher, steps=10)
+    denoiser = ComfyDenoiser(patcher)
+    with caplog.at_level(logging.WARNING):
+        patched, _ = with_lora(patcher, None, state, denoiser.family)
+        stock = sampled(patched)
+    base, attached = predict(patcher), predict(patcher, state)
+    error = ((stock - base) - (attached - base)).norm() / (attached - base).norm()
+    assert error <= 1e-4 and "not loaded" not in caplog.text.lower()
+
+
+@pytest.mark.parametrize("cancel", [Exception, BaseException])
+def test_the_base_is_as_before_after_training_and_after_a_cancel(patcher, cancel):
+    model = patcher.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attributes = {name: (set(vars(m)), m.training) for name, m in model.named_modules()}
+
+    def interrupt(progress):
+        raise cancel("cancelled")
+
+    run(patcher, steps=1)
+    with pytest.raises(cancel, match="cancelled"):
+        train(ComfyDenoiser(patcher), Noise(), CONFIG, None, steps=2, on_step=interrupt)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert attributes == {name: (set(vars(m)), m.training) for name, m in model.named_modules()}
+
+
+def test_a_lora_on_the_incoming_model_applies_and_is_not_saved(patcher):
+    first = run(patcher, steps=10)
+    patched, _ = with_lora(patcher, None, first, ComfyDenoiser(patcher).family)
+    assert torch.allclose(predict(patched), predict(patcher, first), atol=1e-4)
+    assert ComfyDenoiser(patched).fingerprint != ComfyDenoiser(patcher).fingerprint
+
+
+def test_an_attention_without_backward_is_never_used(patcher, monkeypatch):
+    def sage(q, k, v, heads, **kwargs):
+        return attention_pytorch(q, k, v, heads, **kwargs).detach()
+
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: sage(*a, **k)
+    start, state = initial_state(ComfyDenoiser(patcher), CONFIG), run(patcher, steps=2)
+    assert not [name for name in state.weights if torch.equal(start.weights[name], state.weights[name])]
+
+
+def test_a_layer_that_is_no_nn_linear_is_trained(patcher):
+    class Quantised(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.weight, self.bias = linear.weight, linear.bias
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    block = patcher.model.diffusion_model.joint_blocks[0].x_block
+    block.attn.qkv = Quantised(block.attn.qkv)
+    assert "joint_blocks.0.x_block.attn.qkv" in ComfyDenoiser(patcher).specs
+    run(patcher, steps=2)
+
+
+def test_fp8_weights_with_a_scale_are_dequantised_in_both_passes():
+    linear = torch.nn.Linear(8, 8, bias=False)
+    plain = linear.weight.detach().clone()
+    linear.weight = torch.nn.Parameter((plain * 16).to(torch.float8_e4m3fn), requires_grad=False)
+    linear.scale_weight = torch.nn.Parameter(torch.tensor(1 / 16), requires_grad=False)
+    fetch = weights._accessor(linear.weight, linear, torch.float32, torch.device("cpu"))
+    assert torch.allclose(fetch(torch.float32, torch.device("cpu")), plain, rtol=0.07, atol=1e-3)
