@@ -1,1 +1,44 @@
-"""From a folder of captioned images to batches: folder -> bucket -> cache -> batch."""
+"""From captioned images to batches: folder -> samples -> bucket, augment -> cache -> batch. No ComfyUI here.
+
+    folder = resolve_dataset(name, roots)           # a name in a graph -> a folder that may be read
+    images = scan(folder, DatasetConfig(...))       # ImageSet; or from_images(IMAGE, captions, masks, config)
+    images = join([images, others])                 # several folders, each with its own settings
+    dataset = encode(images, encoder, cache_dir)    # EncodedDataset: what the training loop reads
+    train_set, held_out = dataset.split(ValidationConfig(fraction=0.1))
+    batch = dataset.batch(4, seed=0, index=17)
+
+Beside them: `fingerprint(folder, config)` notices edits without opening a file, `list_datasets(roots)` fills
+a menu, `Store(cache_dir)` reports and cleans the cache.
+Read in the order of the first line; `config.py` says what can be set.
+"""
+
+from .batch import EncodedDataset
+from .cache import encode
+from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, ValidationConfig
+from .folder import fingerprint, scan
+from .memory import from_images
+from .roots import list_datasets, resolve_dataset
+from .samples import ImageSet, Sample, Skipped, join
+from .store import CacheReport, Store
+
+__all__ = [
+    "AugmentConfig",
+    "BucketConfig",
+    "CacheReport",
+    "CaptionConfig",
+    "DatasetConfig",
+    "EncodedDataset",
+    "ImageSet",
+    "MaskConfig",
+    "Sample",
+    "Skipped",
+    "Store",
+    "ValidationConfig",
+    "encode",
+    "fingerprint",
+    "from_images",
+    "join",
+    "list_datasets",
+    "resolve_dataset",
+    "scan",
+]

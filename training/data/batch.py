@@ -1,0 +1,206 @@
+"""Encoded samples as batches: what training reads. The order is `order.py`'s, the tensors are the cache's.
+
+The one rule: `batch` is a pure function of its arguments, so a resumed run continues with the batch that was
+next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..config import digest
+from ..model import Batch, Conditioning
+from ..rng import generator
+from .config import ValidationConfig
+from .index import NO_MASK, Index, SourceRules
+from .order import Order
+from .samples import ImageSet, Skipped
+from .store import Store
+
+Entries = NDArray[np.int32]
+
+
+class EncodedDataset:
+    """The `Dataset` of `training.model`.
+
+    It holds keys; latents and conditioning are read when a batch is asked for.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        store: Store,
+        images: ImageSet,
+        *,
+        skipped: Sequence[Skipped] = (),
+        entries: Entries | None = None,
+        steady: bool = False,
+    ) -> None:
+        """Take the entries of `index` that belong to this dataset, or all of them.
+
+        `steady` is for validation: always an image's first view and caption, once, in the same order, no
+        dropout.
+        """
+        self.index, self.store, self.images, self.steady = index, store, images, steady
+        self.skipped = tuple(skipped)
+        """Files that could not be used, found by the scan or by encoding."""
+        self.entries: Entries = np.arange(len(index.sample), dtype=np.int32) if entries is None else entries
+        repeats = np.ones(len(self.entries), np.int32) if steady else index.repeats[self.entries]
+        self.order = Order(index.bucket[self.entries], repeats, steady=steady)
+
+    def __len__(self) -> int:
+        """Return the number of entries: images, times the resolutions at which each is trained."""
+        return len(self.entries)
+
+    @property
+    def visits(self) -> int:
+        """How many images an epoch shows, repeats counted."""
+        return int(self.order.visits.sum())
+
+    @property
+    def names(self) -> list[str]:
+        """The images' paths inside their folders, each once."""
+        return [self.images.samples.names[i] for i in np.unique(self.index.sample[self.entries]).tolist()]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of everything that decides a batch.
+
+        Contents, settings, encoder, order. Files' names and places do not.
+        """
+        return digest(self.index.digest(self.entries), self.steady)
+
+    def steps_per_epoch(self, size: int) -> int:
+        """Return the number of batches in which every image is seen its repeats' number of times."""
+        return self.order.steps(size)
+
+    def batch(self, size: int, *, seed: int, index: int) -> Batch:
+        """Return micro-batch number `index`, counted from the first of the run over all ranks.
+
+        It has `size` samples of one bucket, fewer where a bucket ends.
+        Raises ValueError if the cache was damaged or removed meanwhile.
+        """
+        at, steady = self.index, self.steady
+        entries = self.entries[self.order.choose(size, seed=seed, index=index)]
+        samples = at.sample[entries]
+        draws = torch.rand(
+            3, len(entries), generator=generator(seed, "data", index), dtype=torch.float64
+        ).numpy()
+        if steady:
+            draws = np.stack([np.zeros(len(entries)), np.zeros(len(entries)), np.ones(len(entries))])
+        views, texts = _drawn(at.view_start, entries, draws[0]), _drawn(at.text_start, samples, draws[1])
+        rules = [at.rules[i] for i in at.source[samples].tolist()]
+        keys = [
+            rule.empty if drop < rule.dropout else at.text_keys[text].tobytes()
+            for rule, drop, text in zip(rules, draws[2].tolist(), texts.tolist(), strict=True)
+        ]
+        latents = torch.stack([self._latents(view) for view in views.tolist()])
+        weights = [rule.weight for rule in rules]
+        return Batch(
+            latents=latents,
+            conditioning=[self._conditioning(key) for key in keys],
+            names=tuple(self.images.samples.names[i] for i in samples.tolist()),
+            masks=self._masks(views, rules, latents),
+            weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
+            extras=[
+                self._extras(entry, view)
+                for entry, view in zip(entries.tolist(), views.tolist(), strict=True)
+            ],
+        )
+
+    def split(self, config: ValidationConfig) -> tuple[EncodedDataset, EncodedDataset]:
+        """Return (training set, validation set). Which image goes where depends on its name or content alone.
+
+        Regularisation images stay in training. Raises ValueError if one of the two would be empty.
+        """
+        held = self._held_out(config)
+        if held.all() or not held.any():
+            side = "training" if held.all() else "validation"
+            raise ValueError(
+                f"the validation split (fraction {config.fraction}, names {list(config.names)}) leaves no "
+                f"image for {side}, out of {len(self.names)}; change the fraction or the names."
+            )
+        train = EncodedDataset(
+            self.index,
+            self.store,
+            self.images,
+            skipped=self.skipped,
+            entries=self.entries[~held],
+            steady=self.steady,
+        )
+        return train, EncodedDataset(
+            self.index, self.store, self.images, entries=self.entries[held], steady=True
+        )
+
+    def validation(self) -> EncodedDataset:
+        """Return the same images as a validation set: each once, always alike, in the same order."""
+        return EncodedDataset(self.index, self.store, self.images, entries=self.entries, steady=True)
+
+    def _held_out(self, config: ValidationConfig) -> NDArray[np.bool_]:
+        """Return (entries,) whether each is for validation."""
+        samples = self.index.sample[self.entries]
+        kept = np.array([source.config.regularisation for source in self.images.sources])[
+            self.index.source[samples]
+        ]
+        names = self.images.samples.names
+        named = np.array(
+            [any(fnmatchcase(names[i], glob) for glob in config.names) for i in samples.tolist()], bool
+        )
+        # The smallest digests: equal images stay together, and an image that is added moves at most one
+        # other.
+        digests = np.unique(self.index.content[samples[~kept]])
+        count = max(1, round(config.fraction * len(digests))) if config.fraction else 0
+        held: NDArray[np.bool_] = (named | np.isin(self.index.content[samples], digests[:count])) & ~kept
+        return held
+
+    def _latents(self, view: int) -> Tensor:
+        return self.store.read("latents", self.index.latent_key(view))["latents"].float()
+
+    def _conditioning(self, key: bytes) -> Conditioning:
+        tensors = self.store.read("text", key)
+        return {
+            name: value.float() if value.is_floating_point() else value for name, value in tensors.items()
+        }
+
+    def _masks(
+        self, views: NDArray[np.int64], rules: Sequence[SourceRules], latents: Tensor
+    ) -> Tensor | None:
+        """Return (B, 1, H, W) loss weights, or None if no image of the batch has a mask."""
+        keys = [self.index.mask_key(view) for view in views.tolist()]
+        if all(key == NO_MASK for key in keys):
+            return None
+        masks = torch.ones(len(keys), 1, *latents.shape[-2:])
+        for mask, key, rule in zip(masks, keys, rules, strict=True):
+            if key != NO_MASK:
+                inside = self.store.read("masks", key)["mask"].float() / 255
+                mask[0] = rule.outside + (1 - rule.outside) * inside
+        return masks
+
+    def _extras(self, entry: int, view: int) -> Mapping[str, float]:
+        """Return what SDXL is told of size and crop (Podell et al. 2023, arXiv:2307.01952, sec. 2.2)."""
+        width, height = self.index.sizes[self.index.sample[entry]].tolist()
+        left, top = self.index.offsets[view].tolist()
+        target_width, target_height = self.index.buckets[self.index.bucket[entry]]
+        return {
+            "width": width,
+            "height": height,
+            "crop_w": left,
+            "crop_h": top,
+            "target_width": target_width,
+            "target_height": target_height,
+        }
+
+
+def _drawn(
+    start: NDArray[np.int64], rows: NDArray[np.int32], draws: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return for each row one of its items, by draws in [0, 1)."""
+    places: NDArray[np.int64] = start[rows] + (draws * (start[rows + 1] - start[rows])).astype(np.int64)
+    return places

@@ -1,0 +1,159 @@
+"""Which size an image is brought to, and which part of it is kept. No pixels are read here.
+
+The one rule: a bucket is the one with the nearest aspect ratio, compared as logarithms, so that 2:1 is as far
+from 1:1 as 1:2 is. Aspect-ratio buckets are NovelAI's ("NovelAI Improvements on Stable Diffusion", 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..rng import generator
+from .config import AugmentConfig, BucketConfig
+
+Size = tuple[int, int]
+"""(width, height) in pixels."""
+Box = tuple[float, float, float, float]
+"""(left, top, right, bottom) in pixels of the upright source image."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """How one image becomes one training picture: `box` of the source, resized to `bucket`."""
+
+    bucket: Size
+    box: Box
+
+    @property
+    def scale(self) -> float:
+        """Bucket pixels per source pixel; above 1 the image was enlarged."""
+        return self.bucket[0] / (self.box[2] - self.box[0])
+
+    def cut_off(self, width: int, height: int) -> float:
+        """Return the share of the image's area that lies outside the crop, 0 to 1."""
+        left, top, right, bottom = self.box
+        return max(0.0, 1 - (right - left) * (bottom - top) / (width * height))
+
+
+@lru_cache(maxsize=64)
+def bucket_sizes(resolution: int, *, step: int, min_side: int = 0, max_side: int = 0) -> tuple[Size, ...]:
+    """Return every size of at most resolution x resolution pixels that cannot grow, narrowest first.
+
+    Sides are multiples of `step` between `min_side` (0: half the resolution) and `max_side` (0: twice it).
+    Raises ValueError if no size fits.
+    """
+    area = resolution * resolution
+    shortest = math.ceil(max(min_side or resolution // 2, 1) / step) * step
+    longest = (max_side or 2 * resolution) // step * step
+    sizes: set[Size] = set()
+    for side in range(shortest, longest + 1, step):
+        other = min(area // side // step * step, longest)
+        if other >= shortest:
+            sizes |= {(side, other), (other, side)}
+    if not sizes:
+        raise ValueError(
+            f"resolution {resolution} leaves no bucket: sides must be multiples of {step} from "
+            f"{shortest} to {longest} with at most {area} pixels. Raise the resolution, or set the shortest "
+            "and longest side to 0."
+        )
+    return tuple(sorted(sizes, key=lambda size: size[0] / size[1]))
+
+
+def nearest(
+    sizes: Sequence[Size], widths: NDArray[np.int64], heights: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return, for images (N,), the positions (N,) of the nearest aspect ratio in `sizes`.
+
+    The narrower one of two equals.
+    """
+    ratios = np.log([width / height for width, height in sizes])
+    wanted = np.log(widths / heights)
+    right = (
+        np.clip(np.searchsorted(ratios, wanted), 1, len(ratios) - 1)
+        if len(ratios) > 1
+        else np.zeros(len(wanted), int)
+    )
+    left = np.maximum(right - 1, 0)
+    return np.where(wanted - ratios[left] <= ratios[right] - wanted, left, right)
+
+
+def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *, step: int) -> Size:
+    """Return the size that an image is brought to at one resolution.
+
+    Raises ValueError if enlarging is not allowed and the image is smaller than one step.
+    """
+    if config.square:
+        side = max(resolution // step * step, step)
+        bucket = (side, side)
+    else:
+        sizes = bucket_sizes(resolution, step=step, min_side=config.min_side, max_side=config.max_side)
+        bucket = sizes[int(nearest(sizes, np.array([width]), np.array([height]))[0])]
+    if config.upscale or (bucket[0] <= width and bucket[1] <= height):
+        return bucket
+    return _own_size(width, height, resolution, config, step=step)
+
+
+def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> list[Size]:
+    """Return the sizes at which an image is trained.
+
+    One a resolution, or only the largest that needs no enlarging.
+    """
+    resolutions = sorted(config.resolutions)
+    if not config.each:
+        fitting = [r for r in resolutions if r * r <= width * height]
+        resolutions = [fitting[-1] if fitting else resolutions[0]]
+    sizes = [bucket_for(width, height, resolution, config, step=step) for resolution in resolutions]
+    return list(dict.fromkeys(sizes))  # without enlarging, several resolutions can end at the same size
+
+
+def crop_box(width: int, height: int, bucket: Size, *, at: tuple[float, float] = (0.5, 0.5)) -> Box:
+    """Return the largest box of the bucket's shape inside the image.
+
+    `at` places it in the free room: (0, 0) is the left top corner, (0.5, 0.5) the center, (1, 1) the right
+    bottom.
+    """
+    scale = max(bucket[0] / width, bucket[1] / height)
+    box_width, box_height = min(bucket[0] / scale, width), min(bucket[1] / scale, height)
+    left, top = at[0] * (width - box_width), at[1] * (height - box_height)
+    return (left, top, min(left + box_width, width), min(top + box_height, height))
+
+
+def crops_for(width: int, height: int, bucket: Size, config: AugmentConfig, *, content: str) -> list[Crop]:
+    """Return the crops of an image that are cached: one, or `variations` where crop or colours are random.
+
+    Random places are keyed by `content`, so the same image is cropped alike in every run.
+    """
+    count = config.variations if config.crop != "center" or config.jitters else 1
+    if config.crop == "corners":
+        places = [((i & 1) * 1.0, (i >> 1 & 1) * 1.0) for i in range(count)]
+    elif config.crop == "random":
+        places = [_random_place(content, bucket, i) for i in range(count)]
+    else:
+        places = [(0.5, 0.5)] * count
+    return [Crop(bucket, crop_box(width, height, bucket, at=place)) for place in places]
+
+
+def _random_place(content: str, bucket: Size, variation: int) -> tuple[float, float]:
+    x, y = torch.rand(2, generator=generator(0, "crop", content, *bucket, variation)).tolist()
+    return x, y
+
+
+def _own_size(width: int, height: int, resolution: int, config: BucketConfig, *, step: int) -> Size:
+    """Return about the image's own size, within the area and the longest side, rounded down to steps."""
+    shrink = min(1.0, resolution / math.sqrt(width * height))
+    longest = (config.max_side or 2 * resolution) // step * step
+    sides = [min(int(side * shrink + 1e-6) // step * step, longest) for side in (width, height)]
+    if config.square:
+        sides = [min(sides)] * 2
+    if min(sides) < step:
+        raise ValueError(
+            f"{width} x {height} px is smaller than one bucket step ({step} px); allow enlarging."
+        )
+    return sides[0], sides[1]

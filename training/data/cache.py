@@ -1,0 +1,346 @@
+"""Encoding a set of images once: all pictures through the VAE, then all captions through the text encoders.
+
+The one rule: a cache key holds everything that changes the tensor and nothing else, so an edit encodes again
+exactly what it must, and runs that share a folder share the work. VAE and text encoders are never needed
+together, pictures are read one ahead of the VAE and not kept, and a killed run continues where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from ..model import Encoder, OnProgress
+from .augment import View, render, views_for
+from .batch import EncodedDataset
+from .bucket import Size
+from .caption import variations
+from .config import DatasetConfig
+from .folder import ignore
+from .hashes import ContentHashes
+from .image import BadImage, Picture, crop_mask, mask_from_array, picture_from_array, read_mask, read_picture
+from .index import KEY_BYTES, NO_MASK, Index, IndexBuilder, SourceRules
+from .samples import IN_MEMORY, ImageSet, Sample, Skipped, Source, bad_files_error
+from .store import Store
+
+VERSION = 1
+"""Part of every key; raised when encoding changes what it stores."""
+_CHECKS_PER_REPORT = 64
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_ALPHA = ("alpha", "auto")
+
+A = TypeVar("A")
+
+
+def encode(
+    images: ImageSet,
+    encoder: Encoder,
+    cache_dir: str | os.PathLike[str],
+    *,
+    recache: bool = False,
+    on_progress: OnProgress = ignore,
+) -> EncodedDataset:
+    """Encode what the cache does not hold yet and return the dataset. `on_progress` may raise to cancel.
+
+    `recache` encodes everything anew. Raises ValueError naming every image that cannot be used (unless its
+    source allows skipping; then they are in the result's `skipped`), or if the cache folder cannot be written
+    to.
+    """
+    work = _Work(images, encoder, Store(cache_dir), recache)
+    with torch.no_grad():
+        index, unseen, unread, bad = _plan(work, on_progress)
+        total = len(unseen) + len(unread)
+        for done, (number, error) in enumerate(_encode_images(work, index, unseen), 1):
+            if error:
+                bad[number] = error
+                logging.warning("%s: %s", images.samples.names[number], error)
+            on_progress(done, total, "Encoding images")
+        _require_usable(images, bad)
+        for done, number in enumerate(unread, len(unseen) + 1):
+            sample = images.samples[number]
+            config = images.source(sample).config
+            for text in variations(sample.captions, config) if number not in bad else ():
+                _encode_text(work, text, config)
+            on_progress(done, total, "Encoding captions")
+        for config in {source.config for source in images.sources if source.config.caption.dropout}:
+            _encode_text(work, "", config)
+    skipped = [
+        *images.skipped,
+        *(Skipped(images.samples.names[number], reason) for number, reason in bad.items()),
+    ]
+    usable = np.flatnonzero(~np.isin(index.sample, list(bad))).astype(np.int32)
+    return EncodedDataset(index, work.store, images, skipped=skipped, entries=usable)
+
+
+class _Work:
+    """What all steps of one encoding share."""
+
+    def __init__(self, images: ImageSet, encoder: Encoder, store: Store, recache: bool) -> None:
+        self.images, self.encoder, self.store, self.recache = images, encoder, store, recache
+        self.image_fingerprint, self.text_fingerprint = encoder.image_fingerprint, encoder.text_fingerprint
+        self.step, self.reduction = encoder.bucket_step, encoder.reduction
+        self._written: set[tuple[str, bytes]] = set()
+
+    def lacks(self, kind: str, key: bytes) -> bool:
+        """Say whether an entry has to be made."""
+        if key == NO_MASK:
+            return False
+        return (self.recache and (kind, key) not in self._written) or not self.store.has(kind, key)
+
+    def write(self, kind: str, key: bytes, tensors: Mapping[str, Tensor]) -> None:
+        self.store.write(kind, key, tensors)
+        if self.recache:
+            self._written.add((kind, key))
+
+    def text_key(self, text: str, config: DatasetConfig) -> bytes:
+        return _key("text", self.text_fingerprint, text, config.dtype)
+
+    def latent_key(self, view: View, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
+        paper = config.background.lower() if sample.has_alpha else ""
+        return _key(
+            "latents",
+            self.image_fingerprint,
+            content.hex(),
+            *_geometry(view),
+            view.jitter,
+            paper,
+            config.dtype,
+        )
+
+    def mask_key(self, view: View, sample: Sample, content: bytes) -> bytes:
+        size = (sample.width, sample.height)
+        return _key("mask", self.reduction, content.hex(), *_geometry(view), size) if content else NO_MASK
+
+
+def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[int], dict[int, str]]:
+    """Give every view and text its key.
+
+    Returns the index, the samples with a picture or mask to encode, those with a text to encode, and the
+    unusable ones.
+    """
+    samples, sources = work.images.samples, work.images.sources
+    configs = [source.config for source in sources]
+    empty = [work.text_key("", c) for c in configs]
+    rules = [
+        SourceRules(c.weight, c.mask.outside, c.caption.dropout, e)
+        for c, e in zip(configs, empty, strict=True)
+    ]
+    builder, unseen, unread, bad = IndexBuilder(rules), [], [], {}
+    with ContentHashes(work.store.folder) as hashes:
+        for number, sample in enumerate(samples):
+            if number % _CHECKS_PER_REPORT == 0:
+                on_progress(number, len(samples), "Checking the cache")
+            source, size = sources[sample.source], (sample.width, sample.height)
+            texts = [
+                work.text_key(text, source.config) for text in variations(sample.captions, source.config)
+            ]
+            content, buckets = bytes(16), []
+            try:
+                content, mask = _content(source, sample, hashes)
+                buckets = views_for(*size, content[:8].hex(), source.config, step=work.step)
+            except ValueError as error:  # BadImage, or no bucket for this size
+                bad[number] = str(error)
+            builder.add_sample(size, sample.source, content, texts)
+            missing = False
+            for views in buckets:
+                latent_keys = [work.latent_key(view, sample, content, source.config) for view in views]
+                mask_keys = [work.mask_key(view, sample, mask) for view in views]
+                offsets = [view.offset(*size) for view in views]
+                builder.add_entry(
+                    number, views[0].crop.bucket, sample.repeats, latent_keys, mask_keys, offsets
+                )
+                missing = missing or any(work.lacks("latents", key) for key in latent_keys)
+                missing = missing or any(work.lacks("masks", key) for key in mask_keys)
+            if missing:
+                unseen.append(number)
+            if any(work.lacks("text", key) for key in texts):
+                unread.append(number)
+    return builder.build(), unseen, unread, bad
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """One picture on its way to the VAE. `pixels` or `mask` is None where the cache has it."""
+
+    view: View
+    latent_key: bytes
+    mask_key: bytes
+    pixels: Tensor | None
+    mask: Tensor | None
+
+
+def _encode_images(work: _Work, index: Index, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Encode the missing views of the samples.
+
+    Yield each sample's number and why it cannot be used, if so.
+    """
+    for number, loaded in _ahead(partial(_load, work, index), numbers):
+        if isinstance(loaded, str):
+            yield number, loaded
+            continue
+        sample = work.images.samples[number]
+        for item in loaded:
+            if item.mask is not None and work.lacks("masks", item.mask_key):
+                work.write("masks", item.mask_key, {"mask": item.mask})
+            if item.pixels is not None and work.lacks("latents", item.latent_key):
+                latents = _encode_picture(work, item.pixels, sample.name)
+                stored = latents.to(_DTYPES[work.images.source(sample).config.dtype])
+                work.write("latents", item.latent_key, {"latents": stored})
+        yield number, ""
+
+
+def _encode_picture(work: _Work, pixels: Tensor, name: str) -> Tensor:
+    latents = work.encoder.encode_image(pixels[None])[0].float()
+    height, width = pixels.shape[0] // work.reduction, pixels.shape[1] // work.reduction
+    assert latents.shape[-2:] == (height, width), (
+        f"latents {tuple(latents.shape)}, expected (..., {height}, {width})"
+    )
+    if not torch.isfinite(latents).all():
+        raise ValueError(
+            f"{name}: the VAE made NaN or infinite values of it. Half precision is too coarse for some VAEs: "
+            "start ComfyUI with --fp32-vae or --bf16-vae, or load another VAE."
+        )
+    return latents
+
+
+def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
+    key = work.text_key(text, config)
+    if not work.lacks("text", key):
+        return
+    stored = {}
+    for name, value in work.encoder.encode_text(text).items():
+        if value.is_floating_point():
+            if not torch.isfinite(value).all():
+                raise ValueError(f"the text encoder made NaN or infinite values of the caption {text!r}.")
+            value = value.to(_DTYPES[config.dtype])
+        stored[name] = value.clone()  # safetensors refuses tensors that share memory
+    work.write("text", key, stored)
+
+
+def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
+    """Return the missing views of a sample, or why there are none. Runs beside the VAE."""
+    sample = work.images.samples[number]
+    source = work.images.source(sample)
+    content = int(index.content[number]).to_bytes(8, "little").hex()
+    buckets = views_for(sample.width, sample.height, content, source.config, step=work.step)
+    views = [view for bucket in buckets for view in bucket]
+    first = int(index.view_start[np.searchsorted(index.sample, number)])
+    try:
+        picture, mask = _open(source, sample)
+        loaded = []
+        for place, view in enumerate(views, first):
+            latent_key, mask_key = index.latent_key(place), index.mask_key(place)
+            pixels = torch.from_numpy(render(picture, view)) if work.lacks("latents", latent_key) else None
+            weights = None
+            if mask is not None and work.lacks("masks", mask_key):
+                weights = _mask_at(mask, picture.size, view, work.reduction)
+            loaded.append(_Loaded(view, latent_key, mask_key, pixels, weights))
+        return loaded
+    except BadImage as error:
+        return str(error)
+
+
+def _mask_at(mask: Image, image_size: Size, view: View, reduction: int) -> Tensor:
+    """Return the mask under a view at latent resolution, (H, W) uint8."""
+    width, height = view.crop.bucket
+    values = crop_mask(mask, image_size, view.crop.box, (width // reduction, height // reduction))
+    return torch.from_numpy(values[:, ::-1].copy() if view.flip else values.copy())
+
+
+def _open(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
+    """Return an image's pixels and its mask.
+
+    Raises BadImage, also if the file is not the one that was scanned.
+    """
+    background, mask = source.config.background, None
+    if source.root is None:
+        number = int(sample.name.removeprefix(IN_MEMORY))
+        picture = picture_from_array(source.pixels[number].numpy(), background=background)
+        mask = mask_from_array(source.masks[number].numpy()) if source.masks else None
+    else:
+        picture = read_picture(source.path(sample.name), background=background)
+        mask = read_mask(source.path(sample.mask)) if sample.mask else None
+        _require_unchanged(source, sample)
+    if mask is None and source.config.mask.source in _ALPHA:
+        mask = picture.alpha
+    return picture, mask
+
+
+def _content(source: Source, sample: Sample, hashes: ContentHashes) -> tuple[bytes, bytes]:
+    """Return digests of what the image and its mask hold.
+
+    The mask's is empty if there is none. Raises BadImage.
+    """
+    if source.root is None:
+        number = int(sample.name.removeprefix(IN_MEMORY))
+        image = _digest(source.pixels[number])
+        mask = _digest(source.masks[number]) if source.masks else b""
+    else:
+        try:
+            _require_unchanged(source, sample)
+            image = hashes.of(source.path(sample.name))
+            mask = hashes.of(source.path(sample.mask)) if sample.mask else b""
+        except OSError as error:
+            raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+    if not mask and sample.has_alpha and source.config.mask.source in _ALPHA:
+        mask = image
+    return image, mask
+
+
+def _require_unchanged(source: Source, sample: Sample) -> None:
+    """The key was made from one content; pixels of another must not be stored under it."""
+    try:
+        info = source.path(sample.name).stat()
+    except OSError as error:
+        raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+    if (info.st_size, info.st_mtime_ns) != (sample.bytes, sample.mtime_ns):
+        raise BadImage("changed after the folder was read; queue again")
+
+
+def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
+    found = [(images.samples[number], reason) for number, reason in bad.items()]
+    fatal = [Skipped(s.name, reason) for s, reason in found if not images.source(s).config.skip_bad]
+    if fatal or len(bad) == len(images.samples):
+        listed = fatal or [Skipped(sample.name, reason) for sample, reason in found]
+        raise bad_files_error(listed, ", ".join(source.title for source in images.sources))
+
+
+def _ahead(load: Callable[[int], A], numbers: Sequence[int]) -> Iterator[tuple[int, A]]:
+    """Yield (number, load(number)) in order, loading the next two in a thread meanwhile."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting: deque[tuple[int, Future[A]]] = deque()
+        for number in numbers:
+            waiting.append((number, pool.submit(load, number)))
+            if len(waiting) > 2:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+
+
+def _geometry(view: View) -> tuple[object, ...]:
+    return view.crop.bucket, tuple(round(side, 3) for side in view.crop.box), view.flip
+
+
+def _digest(tensor: Tensor) -> bytes:
+    state = hashlib.blake2b(repr((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
+    state.update(tensor.contiguous().numpy().tobytes())
+    return state.digest()
+
+
+def _key(*parts: object) -> bytes:
+    return hashlib.blake2b(
+        repr((VERSION, *parts)).encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES
+    ).digest()

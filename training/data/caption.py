@@ -1,0 +1,71 @@
+"""What the text encoder is given: filter, tag shuffle and dropout, then prefix and suffix, then the trigger.
+
+The one rule: the variations of a caption are a pure function of the caption and the settings, so they can be
+encoded once and cached, and the same caption costs nothing in the next run.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+import torch
+
+from ..rng import generator
+from .config import CaptionConfig, DatasetConfig
+
+TRIGGER = "[trigger]"
+
+
+def variations(captions: tuple[str, ...], config: DatasetConfig) -> list[str]:
+    """Return every text that an image with these captions is trained with, each once.
+
+    Without shuffle and tag dropout there is one for each caption; otherwise up to `variations` for each.
+    """
+    rules = config.caption
+    count = rules.variations if rules.shuffle or rules.tag_dropout else 1
+    texts = [finish(_drawn(caption, rules, i), config) for caption in captions for i in range(count)]
+    return list(dict.fromkeys(texts))
+
+
+def finish(caption: str, config: DatasetConfig) -> str:
+    """Return a caption with prefix, suffix and trigger word, as the model will see it.
+
+    The trigger replaces [trigger]; a caption that holds neither gets it in front. Regularisation images never
+    get it: there, [trigger] is taken out.
+    """
+    rules = config.caption
+    trigger = "" if config.regularisation else rules.trigger.strip()
+    parts = (rules.prefix.strip(), caption.strip(), rules.suffix.strip())
+    text = " ".join(part for part in parts if part)
+    if TRIGGER in text:
+        text = text.replace(TRIGGER, trigger)
+        return text if trigger else re.sub(r"\s+", " ", text).strip(" ,")
+    if trigger and not re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text, re.IGNORECASE):
+        return f"{trigger}, {text}" if text else trigger
+    return text
+
+
+def needs_trigger(captions: tuple[str, ...], config: DatasetConfig) -> bool:
+    """Say whether a caption uses [trigger] although there is no trigger word to put there."""
+    rules = config.caption
+    texts = (*captions, rules.prefix, rules.suffix)
+    return not config.regularisation and not rules.trigger.strip() and any(TRIGGER in text for text in texts)
+
+
+def _drawn(caption: str, rules: CaptionConfig, variation: int) -> str:
+    """Return the caption without its filtered tags, the others in the order and choice of this variation."""
+    if not (rules.remove or rules.shuffle or rules.tag_dropout):
+        return caption
+    tags = [tag.strip() for tag in caption.split(rules.separator)]
+    tags = [tag for tag in tags if tag and not _matches(tag, rules.remove)]
+    kept, rest = tags[: rules.keep_tokens], tags[rules.keep_tokens :]
+    draws = generator(0, "caption", caption, variation)
+    order = torch.randperm(len(rest), generator=draws).tolist() if rules.shuffle else range(len(rest))
+    stays = (torch.rand(len(rest), generator=draws) >= rules.tag_dropout).tolist()
+    space = "" if rules.separator[-1].isspace() else " "
+    return (rules.separator + space).join(kept + [rest[i] for i in order if stays[i]])
+
+
+def _matches(tag: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(tag.casefold(), pattern.strip().casefold()) for pattern in patterns)

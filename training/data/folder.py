@@ -1,0 +1,242 @@
+"""Reading a folder: which images there are, their captions, sizes and masks. Headers only, no pixels.
+
+The one rule: nothing is left out in silence. Every file that cannot be used is named with its reason, all in
+one error; the rest is trained only when the user allowed skipping. Names are sorted, so the order is the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from ..config import digest
+from ..model import OnProgress
+from .caption import TRIGGER, needs_trigger
+from .caption_file import CAPTION_FILES, METADATA, Places, expected_file, find_captions, read_metadata
+from .config import DatasetConfig
+from .image import EXTENSIONS, BadImage, read_header
+from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
+
+MASK_SUFFIX = "-mask"
+_MASK_FILES = ("file", "auto")
+
+
+def ignore(done: int, total: int, message: str) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """One directory of the tree."""
+
+    relative: str
+    """Path inside the root with forward slashes, "" for the root itself."""
+    files: frozenset[str]
+    bad: tuple[Skipped, ...]
+    """Links that may not be followed and folders that cannot be read."""
+
+    @cached_property
+    def images(self) -> list[str]:
+        """Image files in sorted order, masks among them."""
+        return sorted(name for name in self.files if PurePosixPath(name).suffix.lower() in EXTENSIONS)
+
+    @cached_property
+    def by_stem(self) -> Mapping[str, list[str]]:
+        stems: dict[str, list[str]] = {}
+        for name in self.images:
+            stems.setdefault(PurePosixPath(name).stem, []).append(name)
+        return stems
+
+    @cached_property
+    def masks(self) -> Mapping[str, str]:
+        """Stem of an image -> its mask. name-mask.png is a mask only beside an image called name."""
+        owners = {stem: stem.removesuffix(MASK_SUFFIX) for stem in self.by_stem if stem.endswith(MASK_SUFFIX)}
+        return {owner: self.by_stem[stem][0] for stem, owner in owners.items() if owner in self.by_stem}
+
+    def name_of(self, file: str) -> str:
+        return f"{self.relative}/{file}" if self.relative else file
+
+
+def scan(
+    root: str | os.PathLike[str], config: DatasetConfig | None = None, *, on_progress: OnProgress = ignore
+) -> ImageSet:
+    """Find the captioned images of a folder. `on_progress` may raise to cancel.
+
+    Raises ValueError if the folder is missing or holds no image, or naming every file that cannot be used
+    (unless `config.skip_bad`; then they are in the result's `skipped`).
+    """
+    root, config = Path(root), config or DatasetConfig()
+    folders = list(_walk(root, config))
+    images = [
+        (folder, file) for folder in folders for file in folder.images if file not in folder.masks.values()
+    ]
+    _require_images(images, folders, root, config)
+    captions, bad = _metadata(root, folders)
+    bad += [item for folder in folders for item in folder.bad]
+    table = SampleTable()
+    for done, (folder, file) in enumerate(images):
+        on_progress(done, len(images), "Reading the folder")
+        try:
+            table._append(_sample(root, folder, file, captions, config))
+        except BadImage as error:
+            bad.append(Skipped(folder.name_of(file), str(error)))
+    on_progress(len(images), len(images), "Reading the folder")
+    if bad and (not config.skip_bad or not len(table)):
+        raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root))
+    ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
+    return ImageSet(table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())))
+
+
+def fingerprint(root: str | os.PathLike[str], config: DatasetConfig | None = None) -> str:
+    """Return a digest of the names, sizes and dates of everything in a folder that a scan would read.
+
+    It opens no file: 100,000 files take about a second. Raises ValueError if the folder is missing.
+    """
+    root, config = Path(root), config or DatasetConfig()
+    state = hashlib.blake2b(digest_size=8)
+    for folder in _walk(root, config):
+        for file in sorted(folder.files):
+            try:
+                info = os.stat(root / folder.relative / file)
+            except OSError:
+                continue  # vanished since it was listed; the scan will say so if it matters
+            line = f"{folder.name_of(file)}\0{info.st_size}\0{info.st_mtime_ns}\n"
+            state.update(line.encode("utf-8", "surrogatepass"))
+    return digest(state.hexdigest(), asdict(config))
+
+
+def _walk(root: Path, config: DatasetConfig) -> Iterator[_Folder]:
+    """Yield the root and the folders below it that are read, in sorted order, each once however links run."""
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such folder; create it and put images and captions into it.")
+    seen: set[str] = set()
+    pending = [""]
+    while pending:
+        relative = pending.pop()
+        real = os.path.realpath(root / relative)
+        if real in seen:
+            continue
+        seen.add(real)
+        folder, below = _list(root, relative, config)
+        yield folder
+        pending += [name for name in sorted(below, reverse=True) if config.recursive or _repeats_in(name)]
+
+
+def _list(root: Path, relative: str, config: DatasetConfig) -> tuple[_Folder, list[str]]:
+    """Return one folder and the paths of the folders in it."""
+    files, below, bad = [], [], []
+    try:
+        with os.scandir(root / relative) as entries:
+            for entry in entries:
+                name = f"{relative}/{entry.name}" if relative else entry.name
+                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    continue  # .DS_Store, ._cat.jpg, .git, thumbnails
+                if entry.is_symlink() and not config.follow_links and not _inside(root, entry.path):
+                    bad.append(
+                        Skipped(name, "is a link that leads out of the folder; copy the file, or allow links")
+                    )
+                elif entry.is_dir():
+                    below.append(name)
+                else:
+                    files.append(entry.name)
+    except OSError as error:
+        bad.append(Skipped(relative or root.name, f"the folder cannot be read ({error.strerror or error})"))
+    return _Folder(relative, frozenset(files), tuple(bad)), below
+
+
+def _inside(root: Path, path: str) -> bool:
+    base, real = os.path.realpath(root), os.path.realpath(path)
+    try:
+        return os.path.commonpath([base, real]) == base
+    except ValueError:  # another drive on Windows
+        return False
+
+
+def _strangers(folder: _Folder) -> list[str]:
+    known = EXTENSIONS | set(CAPTION_FILES)
+    return [n for n in folder.files if PurePosixPath(n).suffix.lower() not in known and n != METADATA]
+
+
+def _require_images(
+    images: list[tuple[_Folder, str]], folders: list[_Folder], root: Path, config: DatasetConfig
+) -> None:
+    if images:
+        return
+    if bad := [item for folder in folders for item in folder.bad]:
+        raise bad_files_error(bad, str(root))
+    deeper = "" if config.recursive else " If they are in subfolders, switch 'recursive' on."
+    kinds = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
+    raise ValueError(f"{root}: no images in this folder ({kinds} are read).{deeper}")
+
+
+def _metadata(root: Path, folders: list[_Folder]) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
+    """Return what every metadata.jsonl says by the images' paths inside the root, and the unreadable ones."""
+    captions: dict[str, tuple[str, ...]] = {}
+    bad = []
+    for folder in folders:
+        if METADATA in folder.files:
+            try:
+                table = read_metadata(root / folder.relative / METADATA)
+                captions.update({folder.name_of(name): texts for name, texts in table.items()})
+            except BadImage as error:
+                bad.append(Skipped(folder.name_of(METADATA), str(error)))
+    return captions, bad
+
+
+def _repeats_of(root: Path, relative: str) -> int:
+    """Return N of the innermost folder named N_name, as in kohya's sd-scripts, or 1."""
+    parts = (root.name, *PurePosixPath(relative).parts)
+    return next((repeats for part in reversed(parts) if (repeats := _repeats_in(part))), 1)
+
+
+def _repeats_in(folder: str) -> int:
+    """Return N for a folder named N_name, else 0. Four digits are a year."""
+    match = re.match(r"(\d{1,3})_", PurePosixPath(folder).name)
+    return int(match[1]) if match else 0
+
+
+def _sample(
+    root: Path, folder: _Folder, file: str, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig
+) -> Sample:
+    stem = PurePosixPath(file).stem
+    if twins := [name for name in folder.by_stem[stem] if name != file]:
+        raise BadImage(f"shares its caption's name with {', '.join(twins)}; rename or remove one of them")
+    path = root / folder.relative / file
+    try:
+        info = path.stat()
+    except OSError as error:
+        raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+    header = read_header(path)
+    places = Places(path.parent, folder.relative, folder.files, metadata)
+    return Sample(
+        name=folder.name_of(file),
+        width=header.width,
+        height=header.height,
+        captions=_captions(file, places, config),
+        repeats=config.repeats * _repeats_of(root, folder.relative),
+        mask=folder.name_of(folder.masks[stem])
+        if stem in folder.masks and config.mask.source in _MASK_FILES
+        else "",
+        has_alpha=header.has_alpha,
+        bytes=info.st_size,
+        mtime_ns=info.st_mtime_ns,
+    )
+
+
+def _captions(file: str, places: Places, config: DatasetConfig) -> tuple[str, ...]:
+    captions = find_captions(file, places, config.caption)
+    if not captions:
+        if config.caption.missing == "error":
+            wanted = expected_file(file, config.caption)
+            raise BadImage(f"no caption; add {wanted}, or set 'missing captions' to 'empty' in Load Dataset")
+        captions = ("",)  # for "trigger", the trigger word is all that an empty caption becomes
+    if needs_trigger(captions, config):
+        raise BadImage(f"its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'")
+    return captions

@@ -1,0 +1,91 @@
+"""Digests of files' contents, remembered by path, size and date: a second run need not read every image.
+
+The one rule: a remembered digest is used only if size and date are the same and the date is not so recent
+that another edit could have had the same one (the "racy git" problem, git's
+Documentation/technical/racy-git.txt).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import sqlite3
+import time
+from pathlib import Path
+from types import TracebackType
+
+_RACY_NS = 3_000_000_000  # FAT keeps dates to two seconds
+
+
+class ContentHashes:
+    """Context manager over a small SQLite file; without it (read-only folder), files are read each time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "content.sqlite"
+        self._known: sqlite3.Connection | None = None
+
+    def __enter__(self) -> ContentHashes:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # Autocommit off the disk's pace: losing the last lines in a power cut only costs reading those
+            # files again.
+            self._known = sqlite3.connect(self._file, timeout=30)
+            self._known.execute("PRAGMA synchronous=OFF")
+            self._known.execute(
+                "CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, stamp TEXT, digest BLOB)"
+            )
+        except (sqlite3.Error, OSError) as error:
+            self._forget(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._known is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._known.commit()
+            self._known.close()
+            self._known = None
+
+    def of(self, path: Path) -> bytes:
+        """Return the 16-byte digest of a file's content. Raises OSError if it cannot be read."""
+        info = path.stat()
+        name = (
+            os.fsencode(os.path.abspath(path)).hex() if not str(path).isprintable() else os.path.abspath(path)
+        )
+        stamp = f"{info.st_size}:{info.st_mtime_ns}"
+        if (digest := self._recall(name, stamp)) is not None:
+            return digest
+        with path.open("rb") as file:
+            state = hashlib.blake2b(digest_size=16)
+            while block := file.read(1 << 20):
+                state.update(block)
+        if time.time_ns() - info.st_mtime_ns > _RACY_NS:
+            self._remember(name, stamp, state.digest())
+        return state.digest()
+
+    def _recall(self, name: str, stamp: str) -> bytes | None:
+        if self._known is None:
+            return None
+        try:
+            row = self._known.execute("SELECT stamp, digest FROM files WHERE path = ?", (name,)).fetchone()
+        except sqlite3.Error as error:
+            self._forget(error)
+            return None
+        return bytes(row[1]) if row and row[0] == stamp else None
+
+    def _remember(self, name: str, stamp: str, digest: bytes) -> None:
+        if self._known is None:
+            return
+        try:
+            self._known.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (name, stamp, digest))
+        except sqlite3.Error as error:
+            self._forget(error)
+
+    def _forget(self, error: Exception) -> None:
+        logging.warning("%s cannot be used (%s); images are read anew instead.", self._file, error)
+        if self._known is not None:
+            self._known.close()
+        self._known = None

@@ -1,0 +1,171 @@
+"""Where every encoded sample is: the keys of its tensors, in arrays of about 120 bytes a sample.
+
+An entry is one image at one resolution. It has one or several views (crops, mirror images), its image one or
+several texts; ragged lists are kept as one flat array and the places where each begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bucket import Size
+
+Ints = NDArray[np.int64]
+Keys = NDArray[np.uint8]
+KEY_BYTES = 16
+NO_MASK = bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True)
+class SourceRules:
+    """What holds for all samples of one source."""
+
+    weight: float
+    outside: float
+    """Loss weight where the mask is black."""
+    dropout: float
+    """Chance of the empty caption."""
+    empty: bytes
+    """Key of the empty caption."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """All entries. Arrays are (entries,), (views, ...), (samples, ...) or (texts, 16)."""
+
+    buckets: tuple[Size, ...]
+    rules: tuple[SourceRules, ...]
+    sample: NDArray[np.int32]
+    """(entries,): position in the ImageSet."""
+    bucket: NDArray[np.int32]
+    repeats: NDArray[np.int32]
+    view_start: Ints
+    """(entries + 1,): the views of entry i are view_start[i] to view_start[i + 1]."""
+    latent_keys: Keys
+    """(views, 16)"""
+    mask_keys: Keys
+    """(views, 16), zero where an image has no mask; (0, 16) if none has one."""
+    offsets: NDArray[np.int32]
+    """(views, 2): left and top of the crop in pixels of the resized image."""
+    sizes: NDArray[np.int32]
+    """(samples, 2): width, height of the original in pixels."""
+    source: NDArray[np.int16]
+    """(samples,)"""
+    content: NDArray[np.uint64]
+    """(samples,): the start of the content's digest."""
+    text_start: Ints
+    """(samples + 1,)"""
+    text_keys: Keys
+    """(texts, 16)"""
+
+    @property
+    def nbytes(self) -> int:
+        values = (getattr(self, item.name) for item in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
+    def latent_key(self, view: int) -> bytes:
+        return bytes(self.latent_keys[view])
+
+    def mask_key(self, view: int) -> bytes:
+        """Return the view's mask key, NO_MASK if there is none."""
+        return bytes(self.mask_keys[view]) if len(self.mask_keys) else NO_MASK
+
+    def digest(self, entries: NDArray[np.int32]) -> str:
+        """Return 32 hex digits that change with anything that decides what these entries hold."""
+        state = hashlib.blake2b(repr((self.buckets, self.rules)).encode(), digest_size=16)
+        samples = self.sample[entries]
+        parts: list[NDArray[Any]] = [
+            self.bucket[entries],
+            self.repeats[entries],
+            self.source[samples],
+            self.sizes[samples],
+        ]
+        parts += _ragged(self.view_start, [self.latent_keys, self.offsets], entries)
+        parts += _ragged(self.view_start, [self.mask_keys] if len(self.mask_keys) else [], entries)
+        parts += _ragged(self.text_start, [self.text_keys], samples)
+        for part in parts:
+            state.update(np.ascontiguousarray(part).tobytes())
+        return state.hexdigest()
+
+
+class IndexBuilder:
+    """Collects samples one by one, in packed columns."""
+
+    def __init__(self, rules: Iterable[SourceRules]) -> None:
+        self._rules = tuple(rules)
+        self._buckets: dict[Size, int] = {}
+        self._entries = array("i")  # sample, bucket, repeats
+        self._view_start, self._text_start = array("q", [0]), array("q", [0])
+        self._latents, self._masks, self._texts = bytearray(), bytearray(), bytearray()
+        self._offsets = array("i")
+        self._samples = array("i")  # width, height, source
+        self._content = array("Q")
+
+    def add_sample(self, size: Size, source: int, content: bytes, texts: Sequence[bytes]) -> None:
+        """Add the next image, with the digest of its content and the keys of its texts."""
+        self._samples.extend((*size, source))
+        self._content.append(int.from_bytes(content[:8], "little"))
+        self._texts += b"".join(texts)
+        self._text_start.append(len(self._texts) // KEY_BYTES)
+
+    def add_entry(
+        self,
+        sample: int,
+        bucket: Size,
+        repeats: int,
+        latents: Sequence[bytes],
+        masks: Sequence[bytes],
+        offsets: Sequence[tuple[int, int]],
+    ) -> None:
+        """Add an image at one resolution.
+
+        For each of its views a latent key, a mask key or NO_MASK, and the crop's offset.
+        """
+        number = self._buckets.setdefault(bucket, len(self._buckets))
+        self._entries.extend((sample, number, repeats))
+        self._latents += b"".join(latents)
+        self._masks += b"".join(masks)
+        for offset in offsets:
+            self._offsets.extend(offset)
+        self._view_start.append(len(self._latents) // KEY_BYTES)
+
+    def build(self) -> Index:
+        """Return the index. The builder must not be used again: the arrays share its memory."""
+        entries = np.frombuffer(self._entries, np.int32).reshape(-1, 3)
+        samples = np.frombuffer(self._samples, np.int32).reshape(-1, 3)
+        masks = _keys(self._masks)
+        return Index(
+            buckets=tuple(self._buckets),
+            rules=self._rules,
+            sample=entries[:, 0].copy(),
+            bucket=entries[:, 1].copy(),
+            repeats=entries[:, 2].copy(),
+            view_start=np.frombuffer(self._view_start, np.int64),
+            latent_keys=_keys(self._latents),
+            mask_keys=masks if masks.any() else masks[:0],
+            offsets=np.frombuffer(self._offsets, np.int32).reshape(-1, 2),
+            sizes=samples[:, :2].copy(),
+            source=samples[:, 2].astype(np.int16),
+            content=np.frombuffer(self._content, np.uint64),
+            text_start=np.frombuffer(self._text_start, np.int64),
+            text_keys=_keys(self._texts),
+        )
+
+
+def _keys(block: bytearray) -> Keys:
+    return np.frombuffer(block, np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _ragged(start: Ints, flats: Sequence[NDArray[Any]], rows: NDArray[np.int32]) -> list[NDArray[Any]]:
+    """Return the lengths of the chosen rows and, of each flat array, their items."""
+    lengths = start[rows + 1] - start[rows]
+    before = np.cumsum(lengths) - lengths
+    places = np.repeat(start[rows] - before, lengths) + np.arange(int(lengths.sum()))
+    return [lengths, *(flat[places] for flat in flats)]

@@ -1,0 +1,73 @@
+"""Images that are in memory (a graph's IMAGE batch) as a dataset, on the same path as those from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .caption import TRIGGER, needs_trigger
+from .config import DatasetConfig
+from .image import MIN_SIDE
+from .samples import IN_MEMORY, ImageSet, Sample, SampleTable, Source
+
+
+def from_images(
+    images: Tensor | Sequence[Tensor],
+    captions: Sequence[str],
+    masks: Tensor | Sequence[Tensor] | None = None,
+    config: DatasetConfig | None = None,
+) -> ImageSet:
+    """Make a dataset of images (B, H, W, 3 or 4) in 0..1, or of several such batches of different sizes.
+
+    `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the picture counts.
+    Raises ValueError if the numbers do not match, an image is empty or too small, or a caption is missing.
+    """
+    config = config or DatasetConfig()
+    pixels = _rows([images] if isinstance(images, Tensor) else images, 4)
+    weights = _rows([masks] if isinstance(masks, Tensor) else masks or [], 3)
+    texts = list(captions) * len(pixels) if len(captions) == 1 else list(captions)
+    if not pixels:
+        raise ValueError("no images given; connect at least one.")
+    if len(texts) != len(pixels):
+        raise ValueError(
+            f"{len(pixels)} images but {len(texts)} captions; give one for each, or one for all."
+        )
+    if weights and len(weights) not in (1, len(pixels)):
+        raise ValueError(f"{len(pixels)} images but {len(weights)} masks; give one for each, or one for all.")
+    if len(weights) == 1:
+        weights = weights * len(pixels)
+    table = SampleTable()
+    for number, (image, text) in enumerate(zip(pixels, texts, strict=True)):
+        table._append(_sample(number, image, text.strip(), config))
+    return ImageSet(table, (Source(config, None, tuple(pixels), tuple(weights)),))
+
+
+def _rows(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
+    """Return every image of the batches by itself; a tensor of one dimension less is one image."""
+    rows: list[Tensor] = []
+    for batch in batches:
+        batch = batch[None] if batch.ndim == dims - 1 else batch
+        if batch.ndim != dims or not batch.numel():
+            raise ValueError(f"expected a batch of {dims} dimensions, got shape {tuple(batch.shape)}.")
+        rows += batch.detach().to("cpu", torch.float32).unbind(0)
+    return rows
+
+
+def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sample:
+    name = f"{IN_MEMORY}{number}"
+    height, width, channels = image.shape
+    if channels not in (3, 4) or min(height, width) < MIN_SIDE:
+        raise ValueError(
+            f"{name}: shape {tuple(image.shape)}; images are (height, width, 3), {MIN_SIDE} px or more."
+        )
+    if not torch.isfinite(image).all():
+        raise ValueError(f"{name}: holds NaN or infinite values; look at the node that made it.")
+    if not text and config.caption.missing == "error":
+        raise ValueError(f"{name}: no caption; write one, or set 'missing captions' to 'empty'.")
+    if needs_trigger((text,), config):
+        raise ValueError(
+            f"{name}: its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'."
+        )
+    return Sample(name, width, height, (text,), repeats=config.repeats, has_alpha=channels == 4)

@@ -1,0 +1,101 @@
+"""Turning the name of a dataset into its folder, and keeping it inside the folders that may be read.
+
+The one rule: what a graph names is a path inside ComfyUI's input folder or a folder that its owner registered
+in extra_model_paths.yaml; a graph from a stranger reads nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+KIND = "graft_datasets"
+"""Key in extra_model_paths.yaml."""
+
+
+def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
+    """Return the folder called `name` in the first of `roots` that has it.
+
+    A root can also be named itself, by its last part, since a registered folder is often the dataset. Raises
+    ValueError if the name is empty, absolute or holds "..", if its folder lies elsewhere (a link out of the
+    root) or if there is none; the message prints the lines that would register it.
+    """
+    parts = PurePosixPath(name.strip().replace("\\", "/")).parts
+    if not parts or "\0" in name:
+        raise ValueError(
+            f"no dataset folder chosen; put a folder with images into {_first(roots)} and choose it."
+        )
+    if PureWindowsPath(name.strip()).anchor or parts[0].startswith("/"):
+        raise ValueError(f"dataset {name!r} is a full path. {_how_to_register(Path(name.strip()), roots)}")
+    if ".." in parts:
+        raise ValueError(
+            f"dataset {name!r} leads out of its folder with '..'. {_how_to_register(None, roots)}"
+        )
+    for root in map(Path, roots):
+        for folder in [root.joinpath(*parts)] + [root.joinpath(*parts[1:])] * (root.name == parts[0]):
+            if folder.is_dir():
+                _require_inside(folder, root, name, roots)
+                return folder
+    known = ", ".join(list_datasets(roots)[:20]) or "none"
+    raise ValueError(
+        f"dataset {name!r} not found. Folders there are: {known}. {_how_to_register(None, roots)}"
+    )
+
+
+def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the names that can be chosen: folders in the first root (ComfyUI's input), then registered ones.
+
+    Folders inside folders are left out, but `resolve_dataset` takes them ("photos/cats").
+    """
+    names: list[str] = []
+    for number, root in enumerate(map(Path, roots)):
+        if not root.is_dir():
+            continue
+        if number:
+            names.append(root.name)
+        below = sorted(
+            entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
+        )
+        names += below if number == 0 else [f"{root.name}/{child}" for child in below]
+    return list(dict.fromkeys(names))
+
+
+def yaml_lines(folder: str | os.PathLike[str]) -> str:
+    """Return the lines of extra_model_paths.yaml that register `folder` (ComfyUI: utils/extra_config.py)."""
+    path = PureWindowsPath(folder) if PureWindowsPath(folder).drive else PurePosixPath(folder)
+    return f"graft:\n    base_path: {_scalar(str(path.parent))}\n    {KIND}: {_scalar(path.name)}"
+
+
+def _require_inside(folder: Path, root: Path, name: str, roots: Sequence[str | os.PathLike[str]]) -> None:
+    base, real = os.path.realpath(root), os.path.realpath(folder)
+    try:
+        inside = os.path.commonpath([base, real]) == base
+    except ValueError:  # another drive on Windows
+        inside = False
+    if not inside:
+        raise ValueError(
+            f"dataset {name!r} is a link that leads out of {root}. {_how_to_register(Path(real), roots)}"
+        )
+
+
+def _how_to_register(folder: Path | None, roots: Sequence[str | os.PathLike[str]]) -> str:
+    example = folder or Path(os.path.abspath("my_dataset"))
+    whose = "this folder" if folder else "a folder elsewhere"
+    return (
+        f"Copy it into {_first(roots)}, or register {whose} with these lines in extra_model_paths.yaml "
+        f"(in ComfyUI's folder; then restart ComfyUI):\n{yaml_lines(example)}"
+    )
+
+
+def _first(roots: Sequence[str | os.PathLike[str]]) -> str:
+    return str(roots[0]) if roots else "ComfyUI's input folder"
+
+
+def _scalar(text: str) -> str:
+    """Return text as a YAML string, quoted where it could be taken for a number, a date or a mapping."""
+    reserved = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+    if re.fullmatch(r"[A-Za-z/][\w./\\:-]*", text) and text[-1] != ":" and text.lower() not in reserved:
+        return text
+    return "'" + text.replace("'", "''") + "'"

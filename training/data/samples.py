@@ -1,0 +1,212 @@
+"""Captioned images as they were found: the value that Load Dataset puts on its wire. No pixels are held.
+
+A million `Sample` objects would take half a gigabyte, so an `ImageSet` keeps packed columns and makes a
+`Sample` when one is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import overload
+
+from torch import Tensor
+
+from .config import DatasetConfig
+
+IN_MEMORY = "image-"
+"""Start of the names of images that come from the graph and not from a file."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One captioned image, not opened."""
+
+    name: str
+    """Path inside its folder, with forward slashes on every system."""
+    width: int
+    """Pixels, after EXIF rotation."""
+    height: int
+    captions: tuple[str, ...]
+    """As written, before trigger, shuffling and the rest.
+
+    Several are alternatives. Never empty, may be ("",).
+    """
+    repeats: int = 1
+    mask: str = ""
+    """Path of the mask file inside the folder; empty if there is none."""
+    has_alpha: bool = False
+    bytes: int = 0
+    mtime_ns: int = 0
+    source: int = 0
+    """Index into `ImageSet.sources`."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from: a folder, or images that are already in memory."""
+
+    config: DatasetConfig
+    root: Path | None = None
+    pixels: tuple[Tensor, ...] = field(default=(), repr=False)
+    """In-memory images (H, W, 3 or 4) float32 in 0..1; number i is the sample called IN_MEMORY + i."""
+    masks: tuple[Tensor, ...] = field(default=(), repr=False)
+    """In-memory masks (H, W) float32 in 0..1, or none at all."""
+
+    @property
+    def title(self) -> str:
+        return self.root.name if self.root is not None else "images"
+
+    def path(self, name: str) -> Path:
+        assert self.root is not None, "in-memory images have no path"
+        return self.root / name
+
+
+class Strings(Sequence[str]):
+    """Immutable list of strings in one block of UTF-8: about 8 bytes a string on top of its text."""
+
+    def __init__(self, strings: Iterable[str] = ()) -> None:
+        self._text = bytearray()
+        self._ends = array("q")
+        for string in strings:
+            self._append(string)
+
+    def _append(self, string: str) -> None:
+        # File names may hold bytes that are no valid UTF-8; Python keeps them as lone surrogates.
+        self._text += string.encode("utf-8", "surrogatepass")
+        self._ends.append(len(self._text))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        start = self._ends[index - 1] if index else 0
+        return self._text[start : self._ends[index]].decode("utf-8", "surrogatepass")
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._text) + self._ends.itemsize * len(self._ends)
+
+
+_NUMBERS = (
+    8  # width, height, repeats, bytes, mtime, source, alpha, count of captions up to and with this sample
+)
+
+
+class SampleTable(Sequence[Sample]):
+    """Immutable list of samples in packed columns."""
+
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+        self.names = Strings()
+        self._masks = Strings()
+        self._captions = Strings()
+        self._numbers = array("q")
+        for sample in samples:
+            self._append(sample)
+
+    def _append(self, sample: Sample) -> None:
+        self.names._append(sample.name)
+        self._masks._append(sample.mask)
+        for caption in sample.captions:
+            self._captions._append(caption)
+        self._numbers.extend(
+            (sample.width, sample.height, sample.repeats, sample.bytes, sample.mtime_ns, sample.source)
+        )
+        self._numbers.extend((int(sample.has_alpha), len(self._captions)))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        row = self._numbers[index * _NUMBERS : (index + 1) * _NUMBERS]
+        first = self._numbers[index * _NUMBERS - 1] if index else 0
+        width, height, repeats, size, mtime_ns, source, alpha, last = row
+        return Sample(
+            name=self.names[index],
+            width=width,
+            height=height,
+            captions=tuple(self._captions[first:last]),
+            repeats=repeats,
+            mask=self._masks[index],
+            has_alpha=bool(alpha),
+            bytes=size,
+            mtime_ns=mtime_ns,
+            source=source,
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def nbytes(self) -> int:
+        columns = (self.names, self._masks, self._captions)
+        return sum(c.nbytes for c in columns) + self._numbers.itemsize * len(self._numbers)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Samples with the settings to train them by, from one or several folders."""
+
+    samples: SampleTable
+    sources: tuple[Source, ...]
+    skipped: tuple[Skipped, ...] = ()
+    """Files that cannot be used, which the user allowed to leave out."""
+    ignored: tuple[tuple[str, int], ...] = ()
+    """Extensions that are no images, with their number of files."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def source(self, sample: Sample) -> Source:
+        return self.sources[sample.source]
+
+
+def join(sets: Sequence[ImageSet]) -> ImageSet:
+    """Return the images of several sets as one; each keeps its own settings, repeats and weight."""
+    if not sets:
+        raise ValueError("no datasets to join; connect at least one.")
+    sources: list[Source] = []
+    table = SampleTable()
+    for images in sets:
+        for sample in images.samples:
+            table._append(replace(sample, source=sample.source + len(sources)))
+        sources.extend(images.sources)
+    ignored: dict[str, int] = {}
+    for images in sets:
+        for extension, count in images.ignored:
+            ignored[extension] = ignored.get(extension, 0) + count
+    skipped = tuple(bad for images in sets for bad in images.skipped)
+    return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())))
+
+
+def bad_files_error(bad: Sequence[Skipped], what: str) -> ValueError:
+    """Return the one error that names every file that cannot be used, with its reason and what to do."""
+    shown = [f"  {item.name}: {item.reason}" for item in bad[:100]]
+    if len(bad) > len(shown):
+        shown.append(f"  ... and {len(bad) - len(shown)} more")
+    advice = "Repair or remove them, or allow skipping bad files in Load Dataset to train without them."
+    return ValueError("\n".join([f"{what}: {len(bad)} file(s) cannot be used.", *shown, advice]))

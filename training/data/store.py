@@ -1,0 +1,124 @@
+"""The cache on disk: one small .safetensors file a key, shared by all runs that use the same folder.
+
+The one rule: a file under its final name is whole. It is written beside it and renamed, so a killed process
+leaves at most a temporary file, and two processes that encode the same image do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+KINDS = ("latents", "masks", "text")
+_TEMPORARY = ".tmp"
+_DAY = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache folder holds, or what was removed from it."""
+
+    files: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.files} files, {self.bytes / 1e6:.1f} MB"
+
+
+class Store:
+    """Tensors by kind and key (16 bytes)."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def path(self, kind: str, key: bytes) -> Path:
+        """Return where an entry is or would be. 256 folders keep directories small with a million entries."""
+        name = key.hex()
+        return self.folder / kind / name[:2] / f"{name}.safetensors"
+
+    def has(self, kind: str, key: bytes) -> bool:
+        """Say whether a whole entry is there; a damaged one is logged and counts as missing."""
+        path = self.path(kind, key)
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+            if time.time() - path.stat().st_mtime > _DAY:
+                os.utime(path)  # the date tells `clean` when the entry was last of use
+        except FileNotFoundError:
+            return False
+        except (SafetensorError, OSError, ValueError) as error:
+            logging.warning("Cache entry %s is damaged (%s); it is made again.", path, error)
+            return False
+        return True
+
+    def read(self, kind: str, key: bytes) -> dict[str, Tensor]:
+        """Return an entry's tensors. Raises ValueError if it is gone or damaged."""
+        path = self.path(kind, key)
+        try:
+            tensors: dict[str, Tensor] = load_file(path)
+            return tensors
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(
+                f"cache entry {path} cannot be read ({error}). Queue again: Encode Dataset makes it anew."
+            ) from error
+
+    def write(self, kind: str, key: bytes, tensors: Mapping[str, Tensor]) -> None:
+        """Write an entry in one piece. Raises ValueError if the folder cannot be written to."""
+        path = self.path(kind, key)
+        temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{_TEMPORARY}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(
+                    save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+                )
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except PermissionError:
+            if (
+                not path.exists()
+            ):  # Windows refuses to replace a file that another process is reading: same key, same content
+                raise ValueError(
+                    f"the cache folder {self.folder} cannot be written to: permission denied."
+                ) from None
+        except OSError as error:
+            raise ValueError(
+                f"the cache folder {self.folder} cannot be written to ({error.strerror or error}); "
+                "free some space or choose another folder."
+            ) from error
+
+    def report(self) -> CacheReport:
+        """Return how many files the cache holds and how large they are."""
+        sizes = [entry.stat().st_size for entry in self._files()]
+        return CacheReport(len(sizes), sum(sizes))
+
+    def clean(self, *, unused_days: float) -> CacheReport:
+        """Remove entries that no run has used for so many days, and what killed runs left.
+
+        Return what was removed.
+        """
+        files = bytes = 0
+        for entry in self._files():
+            status = entry.stat()
+            limit = min(unused_days, 1.0) if entry.name.endswith(_TEMPORARY) else unused_days
+            if time.time() - status.st_mtime >= limit * _DAY:
+                os.unlink(entry.path)
+                files, bytes = files + 1, bytes + status.st_size
+        return CacheReport(files, bytes)
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        """Yield files of the cache and nothing else, should somebody keep other things in its folder."""
+        for kind in KINDS:
+            for parent in sorted((self.folder / kind).glob("[0-9a-f][0-9a-f]")):
+                with os.scandir(parent) as entries:
+                    yield from (e for e in entries if e.name.endswith((".safetensors", _TEMPORARY)))
