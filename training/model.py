@@ -51,6 +51,19 @@ class Dataset(Protocol):
         ...
 
 
+class Samples(Protocol):
+    """Encoded samples visited one by one, each the same at every visit: what a model is measured on."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Batch:
+        """Return sample `index` as a batch of one: first caption, nothing dropped, shuffled or flipped."""
+        ...
+
+
 class Sampling(Protocol):
     """The part of ComfyUI's `model_sampling` that training needs. Sigma is the only noise coordinate."""
 

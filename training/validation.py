@@ -1,0 +1,101 @@
+"""How well a model denoises images it was not trained on: one number, comparable between any two moments.
+
+Noise levels and noise are fixed here, in code: every sample is measured at the same nine levels with the same
+noise, whatever the run's seed, so the figures of a base and of its LoRAs differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import objective, rng
+from .adapters import attach, restore_adapters
+from .config import MemoryConfig
+from .memory.precision import compute_dtype
+from .model import Batch, Denoiser, OnProgress, Samples, Sampling
+from .state import TrainState
+
+LEVELS = tuple(level / 10 for level in range(1, 10))
+"""Sigmas of flow models; of others the fractions of their schedule, 0 at the image and 1 at pure noise."""
+
+NOISE_SEED = 20240229
+
+LEVELS_AT_ONCE = 3
+"""Copies of a sample in one forward pass: faster than one by one, and far below a training step's memory."""
+
+
+def ignore(done: int, total: int, message: str) -> None:
+    """Report to nobody."""
+
+
+def validation_loss(
+    denoiser: Denoiser,
+    samples: Samples,
+    memory: MemoryConfig | None = None,
+    state: TrainState | None = None,
+    *,
+    limit: int = 0,
+    on_progress: OnProgress = ignore,
+) -> float:
+    """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
+
+    Takes the base for itself meanwhile, and gives it back as it was. With a `limit` above 0, that many samples,
+    evenly spread, are measured. Raises ValueError without samples and for a state of other layers.
+    """
+    objective.check_sampling(denoiser.sampling, denoiser.family.name)
+    dtype = compute_dtype(memory or MemoryConfig(), denoiser.device)
+    adapters = {}
+    if state is not None:
+        adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
+    with torch.inference_mode(False), denoiser.hold(dtype) as base, attach(base.layers, adapters):
+        return held_out_loss(denoiser, samples, limit=limit, on_progress=on_progress)
+
+
+@torch.no_grad()
+def held_out_loss(
+    denoiser: Denoiser, samples: Samples, *, limit: int = 0, on_progress: OnProgress = ignore
+) -> float:
+    """Return the mean loss over `samples` of what the denoiser computes now, its base being held."""
+    count = len(samples)
+    if count == 0:
+        raise ValueError("validation: the held-out dataset is empty; give it at least one image.")
+    chosen = [i * count // limit for i in range(limit)] if 0 < limit < count else list(range(count))
+    total = 0.0
+    for done, index in enumerate(chosen):
+        on_progress(done, len(chosen), "validation")
+        total += sample_loss(denoiser, samples.sample(index), index)
+    on_progress(len(chosen), len(chosen), "validation")
+    return total / len(chosen)
+
+
+def sample_loss(denoiser: Denoiser, batch: Batch, index: int) -> float:
+    """Return the mean loss of sample number `index`, a batch of one, over all noise levels."""
+    device = denoiser.device
+    x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
+    noise = torch.randn(x0.shape, generator=rng.generator(NOISE_SEED, "validation", index)).to(device)
+    total = 0.0
+    for levels in torch.split(noise_levels(denoiser.sampling), LEVELS_AT_ONCE):
+        n = len(levels)
+        copies = _repeated(batch, n)
+        loss = objective.loss_at(denoiser, copies, _rows(x0, n), levels.to(device), _rows(noise, n))
+        total += loss.item() * n
+    return total / len(LEVELS)
+
+
+def noise_levels(sampling: Sampling) -> Tensor:
+    """Return a model's sigmas at `LEVELS`: themselves where sigma ends at 1 (flow), else by its schedule."""
+    if float(sampling.sigma_max) <= 1.0:
+        return torch.tensor(LEVELS)
+    return torch.tensor([float(sampling.percent_to_sigma(1.0 - level)) for level in LEVELS])
+
+
+def _repeated(batch: Batch, n: int) -> Batch:
+    """Return a batch of one as n copies, each counting fully."""
+    masks = None if batch.masks is None else _rows(batch.masks, n)
+    latents, conditioning = _rows(batch.latents, n), list(batch.conditioning) * n
+    return Batch(latents, conditioning, list(batch.names) * n, masks, extras=list(batch.extras) * n)
+
+
+def _rows(tensor: Tensor, n: int) -> Tensor:
+    return tensor.expand(n, *tensor.shape[1:]).contiguous()
