@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import graft
 from graft.demo.runtime import find_comfyui, install_graft, server
 
 COMFYUI = find_comfyui()
@@ -73,8 +74,17 @@ def graft_nodes():
     """ComfyUI's node table in this process, with Graft loaded as a custom node: id -> class."""
     import nodes
 
-    assert asyncio.run(nodes.load_custom_node(str(BASE / "custom_nodes" / "graft"))), "Graft did not load"
+    for extra in ("nodes_sd3.py", "nodes_flux.py", "nodes_model_advanced.py"):
+        asyncio.run(nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras"))
+    asyncio.run(_load_graft(nodes.NODE_CLASS_MAPPINGS))
     return nodes.NODE_CLASS_MAPPINGS
+
+
+async def _load_graft(table):
+    """Load Graft as ComfyUI does, but as the modules that tests import, so that they can replace parts of it."""
+    for node in await (await graft.comfy_entrypoint()).get_node_list():
+        node.RELATIVE_PYTHON_MODULE = "custom_nodes.graft"
+        table[node.GET_SCHEMA().node_id] = node
 
 
 @pytest.fixture
