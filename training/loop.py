@@ -46,6 +46,8 @@ def ignore(progress: Progress) -> None:
     """Watch nothing."""
 
 
+@torch.inference_mode(False)  # ComfyUI runs nodes in inference mode, whose tensors autograd refuses
+@torch.enable_grad()
 def train(
     denoiser: Denoiser,
     dataset: Dataset,
@@ -86,7 +88,7 @@ def train(
         )
 
     dtype = compute_dtype(config.memory, denoiser.device)
-    with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
+    with denoiser.hold(dtype) as base:
         with attach(base.layers, adapters), checkpointed(base.module, denoiser.family.blocks, config.memory.checkpointing):
             for step in range(start.step, start.step + steps):
                 began = time.monotonic()
