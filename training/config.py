@@ -1,7 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, nothing else decides what training does.
 
-Configs travel on wires, are hashed into the run's key and written into the LoRA's metadata, so they hold plain values
-only. `from_dict` refuses unknown keys and suggests the nearest: a misspelt option that is silently ignored costs a night.
+Configs travel on wires, are hashed into the run's key and written into the LoRA's metadata, so they hold
+plain values only. `from_dict` refuses unknown keys and suggests the nearest: a misspelt option that is
+silently ignored costs a night.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ DType = Literal["auto", "bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is trained: which method, how large, on which layers."""
+    """What is trained: which method, how large, on which layers.
+
+    Patterns are globs over module paths; one that begins with "re:" is a regular expression over the whole
+    path. In `algorithms`, `ranks`, `alphas` and `lrs` the first pattern that matches a layer decides.
+    """
 
     algorithm: str = "lora"
     rank: int = 16
@@ -33,19 +38,85 @@ class AdapterConfig:
     targets: str = "attn-mlp"
     """A preset of the model's family: "attn", "attn-mlp", "linear", "all"."""
     include: tuple[str, ...] = ()
-    """Globs over module paths; when given, only preset layers that match one are trained."""
+    """Patterns; when given, only preset layers that match one are trained."""
     exclude: tuple[str, ...] = ()
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank, so that a large rank learns as fast as a small one
+    (Kalajdzievski 2023, arXiv:2312.03732). Folded into the stored alpha: every loader renders it right."""
+    init: str = "default"
+    """"default", "gaussian", or "pissa": start from the base's principal components (Meng et al. 2024,
+    arXiv:2404.02948), saved as a difference to the unchanged base."""
+    dropout: float = 0.0
+    """Share of the adapter's inputs set to 0 in a training step."""
+    rank_dropout: float = 0.0
+    """Share of the rank components left out of a training step; a full LoKr matrix has none."""
+    module_dropout: float = 0.0
+    """Share of the adapters left out of a training step."""
+    max_norm: float = 0.0
+    """After each step a layer's difference is scaled down to this Frobenius norm; 0 leaves it."""
+    lora_plus_ratio: float = 1.0
+    """Learning rate of the factor that starts at zero over that of the others (LoRA+, Hayou et al. 2024,
+    arXiv:2402.12354, who recommend 16)."""
+    tucker: bool = False
+    """Convolutions larger than 1x1: decompose the kernel's own axes too, for a smaller file."""
+    factor: int = -1
+    """LoKr: size of the small Kronecker factor; -1 divides each side of the weight as evenly as it can."""
+    decompose_both: bool = False
+    """LoKr: decompose the small factor as well."""
+    full_matrix: bool = False
+    """LoKr: decompose neither factor; rank and alpha then have no effect."""
+    blocks: str = ""
+    """Which of the model's repeated blocks are trained, counted from 0 in the model's order: "0-11, 18, 30-",
+    or "early", "middle", "late" for a third of them. Layers outside blocks are then left out."""
+    algorithms: tuple[tuple[str, str], ...] = ()
+    """(pattern, algorithm)."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """(pattern, rank)."""
+    alphas: tuple[tuple[str, float], ...] = ()
+    """(pattern, alpha)."""
+    lrs: tuple[tuple[str, float], ...] = ()
+    """(pattern, multiple of the learning rate)."""
 
     def __post_init__(self) -> None:
-        _require(self.rank >= 1, f"rank must be at least 1, got {self.rank}; 16 suits most LoRAs.")
+        for rank in (self.rank, *(rank for _, rank in self.ranks)):
+            _require(rank >= 1, f"rank must be at least 1, got {rank}; 16 suits most LoRAs.")
+        for alpha in (self.alpha, *(alpha for _, alpha in self.alphas)):
+            _require(
+                math.isfinite(alpha) and alpha >= 0,
+                f"alpha must be positive, or 0 for alpha = rank; got {alpha}.",
+            )
+        for name in ("dropout", "rank_dropout", "module_dropout"):
+            share = getattr(self, name)
+            _require(
+                0 <= share < 1, f"{name} must be at least 0 and below 1, got {share}; 0 switches it off."
+            )
         _require(
-            math.isfinite(self.alpha) and self.alpha >= 0,
-            f"alpha must be positive, or 0 for alpha = rank; got {self.alpha}.",
+            math.isfinite(self.max_norm) and self.max_norm >= 0,
+            f"max_norm must be positive, or 0 for no limit; got {self.max_norm}.",
+        )
+        for ratio in (self.lora_plus_ratio, *(ratio for _, ratio in self.lrs)):
+            _require(
+                math.isfinite(ratio) and ratio > 0,
+                f"a learning-rate ratio must be above 0, got {ratio}; 1 changes nothing, and 'exclude' leaves layers out.",
+            )
+        _require(
+            self.init in ("default", "gaussian", "pissa"),
+            f"init: {self.init!r} is not supported; choose one of default, gaussian, pissa.",
+        )
+        _require(
+            self.init == "default" or {self.algorithm, *(name for _, name in self.algorithms)} == {"lora"},
+            f"init {self.init!r} is for LoRA; set algorithm to 'lora' or init to 'default'.",
+        )
+        _require(
+            self.factor == -1 or self.factor >= 2,
+            f"factor must be at least 2, or -1 to divide the weight evenly; got {self.factor}.",
         )
 
     @property
     def effective_alpha(self) -> float:
-        return self.alpha or float(self.rank)
+        """The alpha that a file states: the adapter is applied at alpha / rank."""
+        alpha = self.alpha or float(self.rank)
+        return alpha * math.sqrt(self.rank) if self.rslora else alpha
 
 
 @dataclass(frozen=True)
@@ -59,11 +130,21 @@ class OptimizerConfig:
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 switches clipping off."""
+    d_coef: float = 1.0
+    """Prodigy: multiplies the learning rate that it finds; 0.5 is more careful, 2 bolder."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Format of the adapter's weights on the device. "bf16" halves them and their gradients; each step is
+    computed in float32 and rounded up or down at random, so that small steps are not lost."""
 
     def __post_init__(self) -> None:
         _require(
             math.isfinite(self.lr) and self.lr > 0,
             f"learning rate must be above 0, got {self.lr}; 1e-4 suits most LoRAs.",
+        )
+        _require(math.isfinite(self.eps) and self.eps > 0, f"eps must be above 0, got {self.eps}.")
+        _require(
+            math.isfinite(self.d_coef) and self.d_coef > 0,
+            f"d_coef must be above 0, got {self.d_coef}; 1 is usual.",
         )
         _require(
             self.weight_decay >= 0 and math.isfinite(self.weight_decay),
@@ -84,20 +165,172 @@ class ScheduleConfig:
     warmup_steps: int = 0
     total_steps: int = 0
     """Steps over which the schedule decays: the whole run's, whatever one Train Steps node does of it."""
+    floor: float = 0.0
+    """The multiple that the decay ends at."""
+    cycles: int = 1
+    """Of "restarts": how many times the course is run through."""
+    power: float = 1.0
+    """Of "polynomial": 1 is a straight line, 2 falls early, 0.5 late."""
 
     def __post_init__(self) -> None:
         _require(self.warmup_steps >= 0, f"warm-up must not be negative, got {self.warmup_steps} steps.")
         _require(self.total_steps >= 0, f"total steps must not be negative, got {self.total_steps}.")
+        _require(0 <= self.floor <= 1, f"floor must be 0 to 1, a multiple of the rate; got {self.floor}.")
+        _require(self.cycles >= 1, f"cycles must be at least 1, got {self.cycles}.")
+        _require(math.isfinite(self.power) and self.power > 0, f"power must be above 0, got {self.power}.")
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """A moving average of the weights, kept beside them: smoother, and often better, than the last step's."""
+
+    decay: float = 0.0
+    """Share of the average that a step keeps, in the long run; 0 keeps no average, 0.999 suits long runs."""
+    power: float = 0.75
+    """How fast the share rises to `decay`: 1 - (1 + step) ** -power; the first steps are soon forgotten."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.decay < 1, f"EMA decay must be 0 (off) or more and below 1, got {self.decay}.")
+        _require(self.power > 0, f"EMA power must be above 0, got {self.power}; 0.75 is usual.")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """When held-out images are measured during a run, and when the run has learnt enough."""
+
+    every: int = 0
+    """Steps between two measurements; 0 measures nothing."""
+    patience: int = 0
+    """The run ends after this many measurements in a row without a new lowest loss; 0 never ends it."""
+    limit: int = 0
+    """Measure this many of the held-out images only; 0 takes all."""
+    result: Literal["last", "best"] = "last"
+    """Which state the run hands on: that of its last step, or that of its lowest validation loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "patience", "limit"):
+            value = getattr(self, name)
+            _require(value >= 0, f"validation {name} must not be negative, got {value}.")
+        _require(self.every > 0 or not self.patience, "patience needs validation: set the steps between two.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often a run saves itself, and what it keeps. Decides nothing about the result."""
+
+    minutes: float = 5.0
+    """Longest time between two checkpoints; 0 saves after every step."""
+    steps: int = 0
+    """Save at every multiple of this many steps as well; 0 goes by the time alone."""
+    keep: int = 2
+    """Newest checkpoints that are kept, besides the best one and those that a node handed on."""
+
+    def __post_init__(self) -> None:
+        _require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")
+        _require(self.steps >= 0, f"steps between checkpoints must not be negative, got {self.steps}.")
+        _require(self.keep >= 1, f"at least one checkpoint must be kept, got {self.keep}.")
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Which noise levels are practised, and how the error counts."""
+    """Which noise levels are practised, what noise is added, and how the error counts.
+
+    Levels are counted as the part of x_t that is noise, 0 (clean) to 1 (pure noise), whatever the model's own
+    sigmas are.
+    """
 
     sigmas: str = "auto"
-    """How noise levels are drawn: "auto" takes the family's; see SIGMAS in objective.py."""
+    """How noise levels are drawn: "auto" takes the family's; see SIGMAS in sigmas.py."""
     shift: float = 0.0
-    """Flow models: above 1 favours high noise. 0 means the family's default."""
+    """Above 1 favours high noise, below 1 low noise. 0 means the family's default."""
+    resolution_shift: Literal["auto", "none", "flux", "sd3"] = "auto"
+    """How the shift follows the image's size; "auto" takes the family's where `shift` is 0. See
+    RESOLUTION_SHIFTS."""
+    mean: float = 0.0
+    """Of the normal variable of "logit-normal": above 0 favours high noise."""
+    std: float = 1.0
+    """Of the normal variable of "logit-normal" and "sigmoid": large values favour both ends."""
+    mode_scale: float = 1.29
+    """Of "mode": how much denser the middle is; negative values thin it out."""
+    bias: float = 0.0
+    """Above 0 favours the distribution's high noise levels, below 0 its low ones; 1 triples the odds of the
+    upper half."""
+    min_noise: float = 0.0
+    """Lowest level practised; the distribution is squeezed into min_noise..max_noise."""
+    max_noise: float = 1.0
+    stratified: bool = True
+    """Draw one level from each equal part of the distribution per batch: less variance, the same
+    expectation."""
+    loss: str = "mse"
+    """Of one element's error: a name in LOSSES."""
+    huber_delta: float = 0.1
+    """Where "huber" and "pseudo-huber" turn from quadratic to linear."""
+    space: str = "auto"
+    """What the error is measured in: a name in SPACES; "auto" takes the family's."""
+    weighting: str = "none"
+    """How the noise levels count: a name in WEIGHTINGS."""
+    min_snr_gamma: float = 5.0
+    """Of "min-snr": signal-to-noise ratios above this one count no more than it."""
+    noise_offset: float = 0.0
+    """Strength of a constant added to each channel of the noise, so that very dark and bright images are
+    learnt."""
+    pyramid_noise: float = 0.0
+    """Discount (0 to 1) of each coarser layer of noise added to the noise; 0 adds none."""
+    input_perturbation: float = 0.0
+    """Strength of extra noise in x_t that the target does not know of."""
+    differential_guidance: float = 1.0
+    """Moves the target this many times as far from the prediction; 1 is the plain target."""
+    guidance: float = -1.0
+    """Guidance input of guidance-distilled models; -1 means the family's default."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "shift",
+            "mean",
+            "std",
+            "mode_scale",
+            "bias",
+            "huber_delta",
+            "min_snr_gamma",
+            "guidance",
+        ):
+            _require(
+                math.isfinite(getattr(self, name)), f"{name} must be a number, got {getattr(self, name)}."
+            )
+        _require(self.shift >= 0, f"shift must be positive, or 0 for the family's; got {self.shift}.")
+        _require(self.std > 0, f"std must be above 0, got {self.std}; 1.0 is usual.")
+        _require(
+            -1 <= self.mode_scale <= 1.75, f"mode_scale must be between -1 and 1.75, got {self.mode_scale}."
+        )
+        _require(-8 <= self.bias <= 8, f"bias must be between -8 and 8, got {self.bias}; 0 is none.")
+        _require(
+            0 <= self.min_noise < self.max_noise <= 1,
+            f"noise levels must be 0 <= min < max <= 1, got {self.min_noise} to {self.max_noise}.",
+        )
+        _require(self.huber_delta > 0, f"huber_delta must be above 0, got {self.huber_delta}.")
+        _require(
+            self.min_snr_gamma > 0, f"min_snr_gamma must be above 0, got {self.min_snr_gamma}; 5 is usual."
+        )
+        _require(
+            0 <= self.noise_offset <= 1,
+            f"noise_offset must be 0 to 1, got {self.noise_offset}; 0.05 is usual.",
+        )
+        _require(
+            0 <= self.pyramid_noise < 1,
+            f"pyramid_noise must be 0 to 1, got {self.pyramid_noise}; 0.3 is usual.",
+        )
+        _require(
+            0 <= self.input_perturbation <= 1,
+            f"input_perturbation must be 0 to 1, got {self.input_perturbation}; 0.1 is usual.",
+        )
+        _require(
+            0 < self.differential_guidance <= 100,
+            f"differential_guidance must be above 0, got {self.differential_guidance}; 1 is off, 3 is usual.",
+        )
+        _require(
+            self.guidance >= 0 or self.guidance == -1,
+            f"guidance must be 0 or more, or -1 for the family's; got {self.guidance}.",
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +338,8 @@ class MemoryConfig:
     """Where things are kept and in which precision they are computed."""
 
     dtype: DType = "auto"
-    """Precision of the forward pass; "auto" is bf16 where the device supports it, else fp16 (fp32 on the CPU)."""
+    """Precision of the forward pass; "auto" is bf16 where the device supports it, else fp16 (fp32 on the
+    CPU)."""
     checkpointing: str = "auto"
 
 
@@ -121,6 +355,8 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
         _require(self.batch_size >= 1, f"batch size must be at least 1, got {self.batch_size}.")
@@ -138,7 +374,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
     """Build the config dataclass `kind` from nested dicts.
 
-    Raises ValueError naming the full path of an unknown key and the nearest known one, or of a value of the wrong type.
+    Raises ValueError naming the full path of an unknown key and the nearest known one, or of a value of the
+    wrong type.
     """
     hints = typing.get_type_hints(kind)
     for key in values:

@@ -1,12 +1,15 @@
-"""Model families as data: everything that differs between SDXL, SD3 and Flux and is not in ComfyUI's own classes.
+"""Model families as data: everything that differs between SDXL, SD3 and Flux and is not in ComfyUI's own
+classes.
 
 A family is a row of FAMILIES, never a subclass; the loop has no branch on the model's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,13 +17,14 @@ class Family:
     """Defaults and names for one architecture."""
 
     name: str
-    """As shown to people and written to metadata."""
+    """As shown to people and written to metadata; unique."""
     architecture: str
-    """modelspec.architecture of the LoRA file."""
+    """modelspec.architecture of the LoRA file, without "/lora"."""
     base_model: str
-    """ss_base_model_version of the LoRA file."""
+    """ss_base_model_version of the LoRA file, spelt as kohya's sd-scripts does where it knows the model."""
     targets: Mapping[str, tuple[str, ...]]
-    """Preset name -> globs over module paths of the diffusion model. Only layers of a known kind are taken."""
+    """Preset name -> globs over module paths of the diffusion model. Only layers of a known kind are
+    taken."""
     blocks: tuple[str, ...]
     """Globs of the repeated blocks: the units of checkpointing, offloading and per-block settings."""
     lr: float = 1e-4
@@ -28,45 +32,52 @@ class Family:
     """Default of ObjectiveConfig.sigmas."""
     shift: float = 1.0
     """Default of ObjectiveConfig.shift."""
-    weighting: str = "output"
-    """The space in which the squared error is measured by default; see WEIGHTINGS in objective.py."""
+    resolution_shift: str = "none"
+    """Default of ObjectiveConfig.resolution_shift."""
+    space: str = "output"
+    """Default of ObjectiveConfig.space: what the error is measured in."""
+    guidance: float | None = None
+    """Guidance input during training; None where the network has none or ComfyUI's own default is right."""
     bucket_step: int = 16
-    """Image sides are multiples of this many pixels: the VAE's reduction times what the network halves or patches."""
+    """Image sides are multiples of this many pixels: the VAE's reduction times what the network halves or
+    patches."""
+    patch: int = 2
+    """Latent cells per token along one side."""
     key_prefix: str = "lora_unet_"
     """Prefix of kohya keys; an empty prefix writes native "diffusion_model.<path>" keys."""
+    network_module: str = "networks.lora"
+    """ss_network_module of a plain LoRA: the sd-scripts module that loads it."""
+    implementation: str = "https://github.com/Comfy-Org/ComfyUI"
+    """modelspec.implementation of the LoRA file."""
+    prediction: str = ""
+    """modelspec.prediction_type; empty where the standard has no word for it."""
+    export: str = ""
+    """Row of EXPORTS in formats.py: how its layers are called in diffusers; empty where it has no such
+    names."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Warnings shown when this family is trained."""
 
+    def tokens(self, shape: tuple[int, ...]) -> float:
+        """Return how many tokens latents of `shape` (..., H, W) have, which is what resolution shifts go
+        by."""
+        return shape[-1] * shape[-2] / self.patch**2
 
-_MMDIT_ATTENTION = ("joint_blocks.*.*_block.attn*.qkv", "joint_blocks.*.*_block.attn*.proj")
-_MMDIT_MLP = ("joint_blocks.*.*_block.mlp.fc*",)
 
-GENERIC = Family(
-    name="generic",
-    architecture="unknown",
-    base_model="unknown",
-    targets={"attn": ("*attn*", "*attention*"), "attn-mlp": ("*block*", "*layer*"), "linear": ("*",), "all": ("*",)},
-    blocks=("*blocks.*", "*layers.*"),
-    key_prefix="",
-)
+def family_of(
+    config_class: str, unet_config: Mapping[str, Any] = MappingProxyType({}), *, file: str = ""
+) -> Family:
+    """Return the family of a ComfyUI model config: its class name, what was detected, and the model file's
+    name.
 
-FAMILIES: Mapping[str, Family] = {
-    "SD3": Family(
-        name="SD3",
-        architecture="stable-diffusion-3",
-        base_model="sd3",
-        targets={
-            "attn": _MMDIT_ATTENTION,
-            "attn-mlp": _MMDIT_ATTENTION + _MMDIT_MLP,
-            "linear": ("*",),
-            "all": ("*",),
-        },
-        blocks=("joint_blocks.*",),
-        sigmas="logit-normal",
-        shift=3.0,
-    ),
-}
-"""By the class name of ComfyUI's model config (`comfy.supported_models`)."""
+    The generic row where there is none. A file named like a distilled model gets a note that says what to do
+    about it.
+    """
+    row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
+    family = FAMILIES.get(row, GENERIC)
+    words = [word for word in DISTILLED if word in file.lower()]
+    return (
+        replace(family, notes=(*family.notes, _distilled(words[0]))) if words and not family.notes else family
+    )
 
 
 def family_named(name: str) -> Family:
@@ -74,6 +85,195 @@ def family_named(name: str) -> Family:
     return next((family for family in FAMILIES.values() if family.name == name), GENERIC)
 
 
-def family_of(config_class: str) -> Family:
-    """Return the family of a ComfyUI model config's class name, the generic one where there is none."""
-    return FAMILIES.get(config_class, GENERIC)
+DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lcm", "dmd", "flash")
+"""What the file names of models distilled to a few steps say; the weights themselves do not tell."""
+
+
+def _distilled(name: str) -> str:
+    return (
+        f"this base model looks distilled to a few steps ({name}): training on it slowly undoes the "
+        "distillation, and its images get worse at few steps. Train on the model it was distilled from and use "
+        "the LoRA on this one, or load an assistant LoRA (a de-distillation adapter) onto the MODEL before Train "
+        "Steps: patches on the incoming MODEL apply while training and are no part of the result."
+    )
+
+
+_EVERYTHING = {"linear": ("*",), "all": ("*",)}
+
+_MMDIT_ATTENTION = ("joint_blocks.*.*_block.attn*.qkv", "joint_blocks.*.*_block.attn*.proj")
+_MMDIT_MLP = ("joint_blocks.*.*_block.mlp.fc*",)
+_UNET_ATTENTION = ("*.transformer_blocks.*.attn?.*",)
+_UNET_MLP = ("*.transformer_blocks.*.ff.net.*", "*.proj_in", "*.proj_out")
+_FLUX_ATTENTION = ("double_blocks.*.*_attn.qkv", "double_blocks.*.*_attn.proj", "single_blocks.*.linear?")
+_FLUX_MLP = ("double_blocks.*.*_mlp.*",)
+_LUMINA_ATTENTION = ("layers.*.attention.qkv", "layers.*.attention.out")
+_LUMINA_MLP = ("layers.*.feed_forward.w?",)
+_QWEN_ATTENTION = ("transformer_blocks.*.attn.*",)
+_QWEN_MLP = ("transformer_blocks.*.*_mlp.net.*",)
+_HIDREAM_ATTENTION = ("*_stream_blocks.*.block.attn1.to_*",)
+_HIDREAM_MLP = ("*_stream_blocks.*.block.ff_i.shared_experts.w?", "*_stream_blocks.*.block.ff_t.w?")
+
+
+def _targets(attention: tuple[str, ...], mlp: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    return {"attn": attention, "attn-mlp": attention + mlp, **_EVERYTHING}
+
+
+GENERIC = Family(
+    name="generic",
+    architecture="unknown",
+    base_model="unknown",
+    targets=_targets(("*attn*", "*attention*"), ("*block*", "*layer*")),
+    blocks=("*blocks.*", "*layers.*"),
+    key_prefix="",
+)
+"""Any other model that ComfyUI samples: its target by the affine law, its noise levels from its own
+schedule."""
+
+_SDXL = Family(
+    name="SDXL",
+    architecture="stable-diffusion-xl-v1-base",
+    base_model="sdxl_base_v1-0",
+    targets=_targets(_UNET_ATTENTION, _UNET_MLP),
+    blocks=("input_blocks.*", "middle_block", "output_blocks.*"),
+    space="output",
+    bucket_step=64,
+    implementation="https://github.com/Stability-AI/generative-models",
+    prediction="epsilon",
+    export="unet",
+)
+_SD1 = replace(
+    _SDXL,
+    name="SD1.5",
+    architecture="stable-diffusion-v1",
+    base_model="sd_v1",
+    implementation="https://github.com/CompVis/stable-diffusion",
+)
+_SD3 = Family(
+    name="SD3",
+    architecture="stable-diffusion-3",
+    base_model="medium",
+    targets=_targets(_MMDIT_ATTENTION, _MMDIT_MLP),
+    blocks=("joint_blocks.*",),
+    sigmas="logit-normal",
+    shift=3.0,
+    network_module="networks.lora_sd3",
+    implementation="https://github.com/Stability-AI/sd3.5",
+    export="sd3",
+)
+_FLUX = Family(
+    name="Flux.1 Dev",
+    architecture="flux-1-dev",
+    base_model="flux1",
+    targets=_targets(_FLUX_ATTENTION, _FLUX_MLP),
+    blocks=("double_blocks.*", "single_blocks.*"),
+    sigmas="logit-normal",
+    shift=3.1582,
+    resolution_shift="flux",
+    guidance=1.0,
+    network_module="networks.lora_flux",
+    implementation="https://github.com/black-forest-labs/flux",
+    export="flux",
+)
+_LUMINA2 = Family(
+    name="Lumina 2",
+    architecture="lumina-2",
+    base_model="lumina2",
+    targets=_targets(_LUMINA_ATTENTION, _LUMINA_MLP),
+    blocks=("layers.*", "noise_refiner.*", "context_refiner.*"),
+    sigmas="logit-normal",
+    shift=6.0,
+    key_prefix="",
+    network_module="networks.lora_lumina",
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "SD15": _SD1,
+    "SD20": replace(_SD1, name="SD2", architecture="stable-diffusion-v2-512", base_model="sd_v2"),
+    "SDXL": _SDXL,
+    "SSD1B": replace(_SDXL, name="SSD-1B"),
+    "Segmind_Vega": replace(_SDXL, name="Segmind Vega"),
+    "KOALA_700M": replace(_SDXL, name="KOALA 700M"),
+    "KOALA_1B": replace(_SDXL, name="KOALA 1B"),
+    "SDXLRefiner": replace(
+        _SDXL,
+        name="SDXL Refiner",
+        architecture="stable-diffusion-xl-v1-refiner",
+        base_model="sdxl_refiner_v1-0",
+        export="",
+    ),
+    "SD3": _SD3,
+    "SD35Medium": replace(
+        _SD3, name="SD3.5 Medium", architecture="stable-diffusion-3-5-medium", base_model="5-medium"
+    ),
+    "SD35Large": replace(
+        _SD3, name="SD3.5 Large", architecture="stable-diffusion-3-5-large", base_model="5-large"
+    ),
+    "Flux": _FLUX,
+    "FluxInpaint": replace(_FLUX, name="Flux.1 Fill"),
+    "FluxSchnell": replace(
+        _FLUX,
+        name="Flux.1 Schnell",
+        architecture="flux-1-schnell",
+        sigmas="logit-normal",
+        shift=1.0,
+        resolution_shift="none",
+        guidance=None,
+        notes=(_distilled("schnell"),),
+    ),
+    "Flux2": replace(
+        _FLUX,
+        name="Flux.2",
+        architecture="flux-2-dev",
+        base_model="flux2",
+        patch=1,
+        key_prefix="",
+        network_module="networks.lora",
+        export="",
+    ),
+    "Chroma": replace(
+        _FLUX,
+        name="Chroma",
+        architecture="chroma",
+        base_model="chroma",
+        shift=1.0,
+        resolution_shift="none",
+        guidance=None,
+        key_prefix="",
+        export="",
+    ),
+    "Lumina2": _LUMINA2,
+    "ZImage": replace(_LUMINA2, name="Z-Image", architecture="z-image", base_model="z_image", shift=3.0),
+    "QwenImage": Family(
+        name="Qwen-Image",
+        architecture="qwen-image",
+        base_model="qwen_image",
+        targets=_targets(_QWEN_ATTENTION, _QWEN_MLP),
+        blocks=("transformer_blocks.*",),
+        sigmas="logit-normal",
+        shift=2.2,
+        key_prefix="",
+    ),
+    "HiDream": Family(
+        name="HiDream",
+        architecture="hidream-i1",
+        base_model="hidream",
+        targets=_targets(_HIDREAM_ATTENTION, _HIDREAM_MLP),
+        blocks=("double_stream_blocks.*", "single_stream_blocks.*"),
+        sigmas="logit-normal",
+        shift=3.0,
+        key_prefix="",
+    ),
+}
+"""By the class name of ComfyUI's model config (`comfy.supported_models`), or the name VARIANTS gives."""
+
+
+def _sd3_variant(unet_config: Mapping[str, Any]) -> str:
+    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 models normalise queries and
+    keys."""
+    if unet_config.get("x_block_self_attn_layers"):
+        return "SD35Medium"
+    return "SD35Large" if unet_config.get("qk_norm") else "SD3"
+
+
+VARIANTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"SD3": _sd3_variant}
+"""ComfyUI config classes that hold several models: unet_config -> row of FAMILIES."""

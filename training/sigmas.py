@@ -1,0 +1,148 @@
+"""Which noise levels are practised: distributions over the part of x_t that is noise, and shifts by image
+size.
+
+Everything here counts a noise level t from 0 (the clean image) to 1 (pure noise). A rectified-flow model's
+sigma is t itself; for every other model t is the position in its own schedule, as its `percent_to_sigma`
+gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from .config import ObjectiveConfig
+from .family import Family
+from .model import Sampling
+
+
+def draw_sigmas(
+    count: int,
+    config: ObjectiveConfig,
+    family: Family,
+    sampling: Sampling,
+    *,
+    generator: torch.Generator,
+    tokens: float = 4096,
+) -> Tensor:
+    """Draw `count` noise levels for images of `tokens` tokens each.
+
+    Stratified, each comes from another of `count` equal parts of the distribution, in random order: the
+    variance of a batch's loss falls and no expectation changes.
+
+    Returns (count,) float32 within the model's own range. Raises ValueError for an unknown distribution.
+    """
+    name = family.sigmas if config.sigmas == "auto" else config.sigmas
+    if name not in SIGMAS:
+        raise ValueError(f"sigmas: {name!r} is unknown; choose one of auto, {', '.join(SIGMAS)}.")
+    order = torch.randperm(count, generator=generator)
+    u = torch.rand(count, generator=generator)
+    if config.stratified:
+        u = (order + u) / count
+    t = SIGMAS[name](biased(u.clamp(1e-4, 1 - 1e-4), config.bias), config)
+    t = shifted(t, shift_for(tokens, config, family))
+    t = config.min_noise + (config.max_noise - config.min_noise) * t
+    return to_sigmas(sampling, t, flow=name != "schedule" and is_flow(sampling))
+
+
+def to_sigmas(sampling: Sampling, levels: Tensor, *, flow: bool) -> Tensor:
+    """Return the model's sigmas at noise levels in 0..1: the levels themselves, or that far along its
+    schedule."""
+    sigmas = (
+        levels if flow else torch.tensor([float(sampling.percent_to_sigma(1.0 - float(t))) for t in levels])
+    )
+    return sigmas.float().clamp(float(sampling.sigma_min), float(sampling.sigma_max))
+
+
+def is_flow(sampling: Sampling) -> bool:
+    """Whether x_t goes straight from image to noise, so that sigma is the part of it that is noise."""
+    zero, one = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1)
+    half = torch.full((1, 1, 1, 1), 0.5)
+    return math.isclose(sampling.noise_scaling(half, zero.clone(), one).item(), 0.5, rel_tol=1e-6)
+
+
+def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
+    """Return the shift for images of `tokens` tokens: the setting's or the family's, adapted to the size
+    where asked.
+
+    A shift that was set by hand is only adapted when `resolution_shift` was set by hand too.
+    """
+    rule: str = config.resolution_shift
+    if rule == "auto":
+        rule = "none" if config.shift else family.resolution_shift
+    return RESOLUTION_SHIFTS[rule](config.shift or family.shift, tokens)
+
+
+def shifted(level: Tensor, shift: float) -> Tensor:
+    """Move noise levels towards noise for shift > 1: shift*t / (1 + (shift-1)*t).
+
+    Esser et al. 2024, arXiv:2403.03206, eq. 23.
+    """
+    return shift * level / (1.0 + (shift - 1.0) * level)
+
+
+def flux_shift(tokens: float) -> float:
+    """exp(mu), mu linear in the number of tokens from 0.5 at 256 to 1.15 at 4096.
+
+    black-forest-labs/flux, sampling.py, get_schedule.
+    """
+    return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
+
+
+def sd3_shift(shift: float, tokens: float) -> float:
+    """shift * sqrt(m / n): equally noisy-looking levels at m tokens, for a shift chosen at n = 4096
+    (1024x1024 pixels).
+
+    Esser et al. 2024, arXiv:2403.03206, sec. 5.3.2.
+    """
+    return shift * math.sqrt(tokens / 4096)
+
+
+def biased(u: Tensor, bias: float) -> Tensor:
+    """Make uniform u in (0, 1) denser near 1 for bias > 0 and near 0 for bias < 0: u ** (2 ** -bias)."""
+    return u if bias == 0 else u ** (2.0**-bias)
+
+
+def logit_normal(u: Tensor, *, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """Quantile function of sigmoid(N(mean, std)): densest at medium noise (arXiv:2403.03206, eq. 19)."""
+    return torch.sigmoid(mean + std * torch.special.ndtri(u))
+
+
+def mode(u: Tensor, *, scale: float = 1.29) -> Tensor:
+    """The mode distribution with heavy tails, f(v) = 1 - v - s*(cos(pi*v/2)^2 - 1 + v) at v = 1 - u.
+
+    arXiv:2403.03206, eq. 20; increasing in u for s in -1..2/(pi-2).
+    """
+    v = 1.0 - u
+    return 1.0 - v - scale * (torch.cos(math.pi / 2 * v).square() - 1.0 + v)
+
+
+def cosmap(u: Tensor) -> Tensor:
+    """The levels at which a rectified flow sees the cosine schedule of Nichol & Dhariwal: 1 - 1 /
+    (tan(pi*u/2) + 1).
+
+    arXiv:2403.03206, eq. 21.
+    """
+    return 1.0 - 1.0 / (torch.tan(math.pi / 2 * u) + 1.0)
+
+
+SIGMAS: Mapping[str, Callable[[Tensor, ObjectiveConfig], Tensor]] = {
+    "uniform": lambda u, config: u,
+    "logit-normal": lambda u, config: logit_normal(u, mean=config.mean, std=config.std),
+    "sigmoid": lambda u, config: logit_normal(u, std=config.std),
+    "mode": lambda u, config: mode(u, scale=config.mode_scale),
+    "cosmap": lambda u, config: cosmap(u),
+    "schedule": lambda u, config: u,
+}
+"""Name -> quantile function: u uniform in (0, 1) -> noise level before the shift. "schedule" takes flow
+models' levels from the model's own, already shifted schedule too, as every other model's always are."""
+
+RESOLUTION_SHIFTS: Mapping[str, Callable[[float, float], float]] = {
+    "none": lambda shift, tokens: shift,
+    "flux": lambda shift, tokens: flux_shift(tokens),
+    "sd3": sd3_shift,
+}
+"""Name -> (shift, tokens) -> shift at that size. "flux" goes by the size alone."""
