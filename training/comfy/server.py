@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
 from .session import request_finish
+from .versions import running_server
 
 
 def add_routes() -> None:
     """Add POST /graft/finish/{run} where a server is running: end that run after its current step, keeping its LoRA."""
-    from server import PromptServer  # absent where nodes are used without a server
-
-    server: Any = getattr(PromptServer, "instance", None)
+    server = running_server()
     if server is not None:
         server.routes.post("/graft/finish/{run}")(finish)
 

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import comfy.model_management
 import comfy.utils
 
 from ..loop import STOP, OnStep, Progress
 from ..model import OnProgress
+from .versions import running_server
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,6 @@ class _Smooth:
 
 def _send_text(text: str, node_id: str | None) -> None:
     """Show a line on the node, where a server is running and its version can."""
-    from server import PromptServer  # absent in unit tests until a server is built
-
-    server: Any = getattr(PromptServer, "instance", None)
+    server = running_server()
     if server is not None and node_id is not None and hasattr(server, "send_progress_text"):
         server.send_progress_text(text, node_id)

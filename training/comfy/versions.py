@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,12 @@ except ImportError:  # before mixed-precision checkpoints
 
     class QuantizedTensor:  # type: ignore[no-redef]
         """Stands in where ComfyUI has no quantised tensors, so that isinstance is False."""
+
+
+def running_server() -> Any:
+    """Return ComfyUI's PromptServer, or None where nodes are executed without one."""
+    module = sys.modules.get("server")  # importing it would pull in the web server where there is none
+    return getattr(getattr(module, "PromptServer", None), "instance", None)
 
 
 @contextlib.contextmanager
@@ -30,4 +37,4 @@ def training_mode() -> Iterator[None]:
             management.in_training = before
 
 
-__all__ = ["QuantizedTensor", "training_mode"]
+__all__ = ["QuantizedTensor", "running_server", "training_mode"]

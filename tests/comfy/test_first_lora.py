@@ -1,0 +1,162 @@
+"""The shipped workflow, in ComfyUI's own executor: run again, run longer, run shorter, cancelled, finished early."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import comfy.model_management
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import graft
+from graft.training import run as runs
+
+WORKFLOW = Path(graft.__file__).parent / "example_workflows" / "api" / "first_lora.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def images(base):
+    folder = base / "input" / "tiny"
+    folder.mkdir()
+    for number, colour in enumerate(("red", "green", "blue", "white")):
+        Image.new("RGB", (64, 64 + 32 * (number % 2)), colour).save(folder / f"{colour}.png")
+        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    return folder
+
+
+def first_lora(name, **train):
+    """The shipped workflow on four small squares, with inputs of Train Steps replaced."""
+    prompt = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    prompt["2"]["inputs"] |= {"folder": "tiny", "resolution": "64"}
+    prompt["4"]["inputs"]["rank"] = 2
+    prompt["5"]["inputs"] |= {"steps": 3, "batch_size": 2, "name": name, **train}
+    prompt["6"]["inputs"] |= {"name": name, "dtype": "fp32"}
+    prompt["9"]["inputs"] |= {"width": 64, "height": 64, "batch_size": 1}
+    prompt["10"]["inputs"]["steps"] = 2
+    return prompt
+
+
+def lora(base, name):
+    with safe_open(base / "output" / "loras" / f"{name}.safetensors", "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
+
+
+def assert_same_lora(base, one, other):
+    (a, _), (b, _) = lora(base, one), lora(base, other)
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Count the optimizer steps really done."""
+    done = []
+    train = runs.train
+
+    def counted(*args, on_step, **kwargs):
+        return train(*args, on_step=lambda progress: done.append(progress.step) or on_step(progress), **kwargs)
+
+    monkeypatch.setattr(runs, "train", counted)
+    return done
+
+
+def test_the_workflow_trains_saves_and_samples(execute, base):
+    execute(first_lora("whole"))
+    tensors, metadata = lora(base, "whole")
+    assert all(key.startswith("lora_unet_joint_blocks_") for key in tensors)
+    assert tensors["lora_unet_joint_blocks_0_x_block_attn_qkv.alpha"].shape == ()
+    assert metadata["ss_network_dim"] == "2" and metadata["ss_steps"] == "3"
+    assert list((base / "output" / "graft").glob("first_lora*.png"))
+
+
+def test_a_finished_run_is_loaded_not_trained_again_even_by_a_new_executor(execute, base, steps):
+    execute(first_lora("whole"))
+    assert steps == []
+
+
+def test_more_steps_continue_and_fewer_equal_a_fresh_run(execute, base, steps):
+    execute(first_lora("grown"))
+    execute(first_lora("grown", steps=5))
+    assert steps == [1, 2, 3, 4, 5]
+    execute(first_lora("fresh", steps=5))
+    assert_same_lora(base, "grown", "fresh")
+    execute(first_lora("grown", steps=2))
+    execute(first_lora("fresh2", steps=2))
+    assert_same_lora(base, "grown", "fresh2")
+
+
+def test_cancel_and_queue_again_equals_an_undisturbed_run(execute, base, monkeypatch):
+    steps = []
+    interrupt = comfy.model_management.throw_exception_if_processing_interrupted
+
+    def cancel_in_step_three():
+        if len(steps) == 2:
+            raise comfy.model_management.InterruptProcessingException
+        interrupt()
+
+    with monkeypatch.context() as patch:
+        train = runs.train
+        patch.setattr(
+            runs,
+            "train",
+            lambda *a, on_step, **k: train(*a, on_step=lambda p: steps.append(p.step) or on_step(p), **k),
+        )
+        patch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel_in_step_three)
+        execute(first_lora("cancelled", steps=4, seed=5))
+    assert steps == [1, 2] and not (base / "output" / "loras" / "cancelled.safetensors").exists()
+    execute(first_lora("cancelled", steps=4, seed=5))
+    execute(first_lora("undisturbed", steps=4, seed=5))
+    assert_same_lora(base, "cancelled", "undisturbed")
+
+
+def test_an_edited_caption_trains_anew_and_encodes_only_itself(execute, base, images, steps):
+    execute(first_lora("edited"))
+    (images / "red.txt").write_text("a scarlet square")
+    before = len(list((base / "output" / "graft" / "cache").rglob("*.safetensors")))
+    execute(first_lora("edited"))
+    after = len(list((base / "output" / "graft" / "cache").rglob("*.safetensors")))
+    assert after == before + 1 and steps == [1, 2, 3] * 2
+
+
+def test_training_goes_on_from_a_state_on_the_wire_as_in_one_node(execute, base):
+    prompt = first_lora("chained", steps=2)
+    prompt["20"] = copy.deepcopy(prompt["5"])
+    prompt["20"]["inputs"] |= {"start": ["5", 2], "steps": 3}
+    prompt["6"]["inputs"]["state"] = ["20", 2]
+    execute(prompt)
+    execute(first_lora("at_once", steps=5))
+    assert_same_lora(base, "chained", "at_once")
+
+
+def test_a_saved_state_is_loaded_and_continued(execute, base):
+    prompt = first_lora("stored", steps=2)
+    prompt["30"] = {"class_type": "GraftSaveTrainingState", "inputs": {"state": ["5", 2], "name": "stored"}}
+    execute(prompt)
+    prompt = first_lora("continued", steps=3)
+    prompt["31"] = {"class_type": "GraftLoadTrainingState", "inputs": {"name": "stored"}}
+    prompt["5"]["inputs"]["start"] = ["31", 0]
+    execute(prompt)
+    assert_same_lora(base, "continued", "at_once")
+
+
+@pytest.mark.parametrize(
+    ("node", "values", "message"),
+    [
+        ("5", {"learning_rate": 0.0}, "learning rate must be above 0"),
+        ("5", {"name": "../out"}, "run name: '../out"),
+        ("6", {"name": "../out"}, "file name: '../out"),
+        ("6", {"name": "/etc/x"}, "file name: '/etc/x"),
+        ("2", {"folder": "../tiny"}, "graft_datasets"),
+        ("2", {"folder": "nothing here"}, "not found"),
+        ("2", {"resolution": "big"}, "resolution: 'big'"),
+        ("4", {"include": "no_such_layer*"}, "Layers are named like joint_blocks"),
+    ],
+)
+def test_bad_input_is_a_clear_error(execute, node, values, message):
+    prompt = first_lora("bad")
+    prompt[node]["inputs"] |= values
+    with pytest.raises(RuntimeError, match=message.replace("(", r"\(")):
+        execute(prompt)
