@@ -7,13 +7,11 @@ from 1:1 as 1:2 is. Aspect-ratio buckets are NovelAI's ("NovelAI Improvements on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..rng import generator
 from .config import AugmentConfig, BucketConfig
@@ -66,22 +64,21 @@ def bucket_sizes(resolution: int, *, step: int, min_side: int = 0, max_side: int
     return tuple(sorted(sizes, key=lambda size: size[0] / size[1]))
 
 
-def nearest(
-    sizes: Sequence[Size], widths: NDArray[np.int64], heights: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return, for images (N,), the positions (N,) of the nearest aspect ratio in `sizes`.
+def nearest(sizes: tuple[Size, ...], width: int, height: int) -> Size:
+    """Return the size with the nearest aspect ratio; the narrower of two that are equally near.
 
-    The narrower one of two equals.
+    `sizes` are sorted by aspect ratio, as `bucket_sizes` returns them.
     """
-    ratios = np.log([width / height for width, height in sizes])
-    wanted = np.log(widths / heights)
-    right = (
-        np.clip(np.searchsorted(ratios, wanted), 1, len(ratios) - 1)
-        if len(ratios) > 1
-        else np.zeros(len(wanted), int)
-    )
-    left = np.maximum(right - 1, 0)
-    return np.where(wanted - ratios[left] <= ratios[right] - wanted, left, right)
+    ratios = _log_ratios(sizes)
+    wanted = math.log(width / height)
+    place = min(max(bisect_left(ratios, wanted), 1), len(sizes) - 1) if len(sizes) > 1 else 0
+    before = max(place - 1, 0)
+    return sizes[before] if wanted - ratios[before] <= ratios[place] - wanted else sizes[place]
+
+
+@lru_cache(maxsize=64)
+def _log_ratios(sizes: tuple[Size, ...]) -> list[float]:
+    return [math.log(width / height) for width, height in sizes]
 
 
 def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *, step: int) -> Size:
@@ -94,7 +91,7 @@ def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *
         bucket = (side, side)
     else:
         sizes = bucket_sizes(resolution, step=step, min_side=config.min_side, max_side=config.max_side)
-        bucket = sizes[int(nearest(sizes, np.array([width]), np.array([height]))[0])]
+        bucket = nearest(sizes, width, height)
     if config.upscale or (bucket[0] <= width and bucket[1] <= height):
         return bucket
     return _own_size(width, height, resolution, config, step=step)

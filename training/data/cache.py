@@ -30,16 +30,17 @@ from .caption import variations
 from .config import DatasetConfig
 from .folder import ignore
 from .hashes import ContentHashes
-from .image import BadImage, Picture, crop_mask, mask_from_array, picture_from_array, read_mask, read_picture
+from .image import crop_mask
+from .image_file import BadImage
 from .index import KEY_BYTES, NO_MASK, Index, IndexBuilder, SourceRules
-from .samples import IN_MEMORY, ImageSet, Sample, Skipped, Source, bad_files_error
+from .reading import content_of, open_sample
+from .samples import ImageSet, Sample, Skipped, bad_files_error
 from .store import Store
 
 VERSION = 1
 """Part of every key; raised when encoding changes what it stores."""
 _CHECKS_PER_REPORT = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_ALPHA = ("alpha", "auto")
 
 A = TypeVar("A")
 
@@ -148,7 +149,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             ]
             content, buckets = bytes(16), []
             try:
-                content, mask = _content(source, sample, hashes)
+                content, mask = content_of(source, sample, hashes)
                 buckets = views_for(*size, content[:8].hex(), source.config, step=work.step)
             except ValueError as error:  # BadImage, or no bucket for this size
                 bad[number] = str(error)
@@ -238,7 +239,7 @@ def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
     views = [view for bucket in buckets for view in bucket]
     first = int(index.view_start[np.searchsorted(index.sample, number)])
     try:
-        picture, mask = _open(source, sample)
+        picture, mask = open_sample(source, sample)
         loaded = []
         for place, view in enumerate(views, first):
             latent_key, mask_key = index.latent_key(place), index.mask_key(place)
@@ -246,6 +247,8 @@ def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
             weights = None
             if mask is not None and work.lacks("masks", mask_key):
                 weights = _mask_at(mask, picture.size, view, work.reduction)
+                if not weights.any() and not source.config.mask.outside:
+                    return "its mask is black all over the crop, so nothing of it would be learned"
             loaded.append(_Loaded(view, latent_key, mask_key, pixels, weights))
         return loaded
     except BadImage as error:
@@ -257,56 +260,6 @@ def _mask_at(mask: Image, image_size: Size, view: View, reduction: int) -> Tenso
     width, height = view.crop.bucket
     values = crop_mask(mask, image_size, view.crop.box, (width // reduction, height // reduction))
     return torch.from_numpy(values[:, ::-1].copy() if view.flip else values.copy())
-
-
-def _open(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
-    """Return an image's pixels and its mask.
-
-    Raises BadImage, also if the file is not the one that was scanned.
-    """
-    background, mask = source.config.background, None
-    if source.root is None:
-        number = int(sample.name.removeprefix(IN_MEMORY))
-        picture = picture_from_array(source.pixels[number].numpy(), background=background)
-        mask = mask_from_array(source.masks[number].numpy()) if source.masks else None
-    else:
-        picture = read_picture(source.path(sample.name), background=background)
-        mask = read_mask(source.path(sample.mask)) if sample.mask else None
-        _require_unchanged(source, sample)
-    if mask is None and source.config.mask.source in _ALPHA:
-        mask = picture.alpha
-    return picture, mask
-
-
-def _content(source: Source, sample: Sample, hashes: ContentHashes) -> tuple[bytes, bytes]:
-    """Return digests of what the image and its mask hold.
-
-    The mask's is empty if there is none. Raises BadImage.
-    """
-    if source.root is None:
-        number = int(sample.name.removeprefix(IN_MEMORY))
-        image = _digest(source.pixels[number])
-        mask = _digest(source.masks[number]) if source.masks else b""
-    else:
-        try:
-            _require_unchanged(source, sample)
-            image = hashes.of(source.path(sample.name))
-            mask = hashes.of(source.path(sample.mask)) if sample.mask else b""
-        except OSError as error:
-            raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
-    if not mask and sample.has_alpha and source.config.mask.source in _ALPHA:
-        mask = image
-    return image, mask
-
-
-def _require_unchanged(source: Source, sample: Sample) -> None:
-    """The key was made from one content; pixels of another must not be stored under it."""
-    try:
-        info = source.path(sample.name).stat()
-    except OSError as error:
-        raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
-    if (info.st_size, info.st_mtime_ns) != (sample.bytes, sample.mtime_ns):
-        raise BadImage("changed after the folder was read; queue again")
 
 
 def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
@@ -332,12 +285,6 @@ def _ahead(load: Callable[[int], A], numbers: Sequence[int]) -> Iterator[tuple[i
 
 def _geometry(view: View) -> tuple[object, ...]:
     return view.crop.bucket, tuple(round(side, 3) for side in view.crop.box), view.flip
-
-
-def _digest(tensor: Tensor) -> bytes:
-    state = hashlib.blake2b(repr((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
-    state.update(tensor.contiguous().numpy().tobytes())
-    return state.digest()
 
 
 def _key(*parts: object) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .config import CaptionConfig
-from .image import BadImage
+from .image_file import BadImage
 
 CAPTION_FILES = (".txt", ".caption", ".json")
 METADATA = "metadata.jsonl"

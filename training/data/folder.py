@@ -21,7 +21,7 @@ from ..model import OnProgress
 from .caption import TRIGGER, needs_trigger
 from .caption_file import CAPTION_FILES, METADATA, Places, expected_file, find_captions, read_metadata
 from .config import DatasetConfig
-from .image import EXTENSIONS, BadImage, read_header
+from .image_file import EXTENSIONS, BadImage, read_header
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 
 MASK_SUFFIX = "-mask"

@@ -7,7 +7,6 @@ Documentation/technical/racy-git.txt).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -29,44 +28,54 @@ class ContentHashes:
     def __enter__(self) -> ContentHashes:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Autocommit off the disk's pace: losing the last lines in a power cut only costs reading those
-            # files again.
-            self._known = sqlite3.connect(self._file, timeout=30)
-            self._known.execute("PRAGMA synchronous=OFF")
-            self._known.execute(
-                "CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, stamp TEXT, digest BLOB)"
-            )
+            try:
+                self._known = self._connect()
+            except sqlite3.OperationalError:
+                raise  # locked or not writable: leave it alone
+            except sqlite3.DatabaseError:  # not a database any more
+                self._file.unlink()
+                self._known = self._connect()
         except (sqlite3.Error, OSError) as error:
             self._forget(error)
         return self
+
+    def _connect(self) -> sqlite3.Connection:
+        # Each line is its own transaction, so that other runs never wait. Losing the last ones in a power cut
+        # only means reading those files again, which is not worth waiting for the disk.
+        connection = sqlite3.connect(self._file, timeout=30, isolation_level=None)
+        try:
+            connection.execute("PRAGMA synchronous=OFF")
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS files (path BLOB PRIMARY KEY, stamp TEXT, digest BLOB)"
+            )
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._known is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._known.commit()
             self._known.close()
             self._known = None
 
     def of(self, path: Path) -> bytes:
         """Return the 16-byte digest of a file's content. Raises OSError if it cannot be read."""
         info = path.stat()
-        name = (
-            os.fsencode(os.path.abspath(path)).hex() if not str(path).isprintable() else os.path.abspath(path)
-        )
+        name = os.fsencode(os.path.abspath(path))
         stamp = f"{info.st_size}:{info.st_mtime_ns}"
         if (digest := self._recall(name, stamp)) is not None:
             return digest
+        state = hashlib.blake2b(digest_size=16)
         with path.open("rb") as file:
-            state = hashlib.blake2b(digest_size=16)
             while block := file.read(1 << 20):
                 state.update(block)
         if time.time_ns() - info.st_mtime_ns > _RACY_NS:
             self._remember(name, stamp, state.digest())
         return state.digest()
 
-    def _recall(self, name: str, stamp: str) -> bytes | None:
+    def _recall(self, name: bytes, stamp: str) -> bytes | None:
         if self._known is None:
             return None
         try:
@@ -76,7 +85,7 @@ class ContentHashes:
             return None
         return bytes(row[1]) if row and row[0] == stamp else None
 
-    def _remember(self, name: str, stamp: str, digest: bytes) -> None:
+    def _remember(self, name: bytes, stamp: str, digest: bytes) -> None:
         if self._known is None:
             return
         try:

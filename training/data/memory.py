@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .caption import TRIGGER, needs_trigger
 from .config import DatasetConfig
-from .image import MIN_SIDE
+from .image_file import MIN_SIDE
 from .samples import IN_MEMORY, ImageSet, Sample, SampleTable, Source
 
 

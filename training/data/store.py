@@ -68,7 +68,7 @@ class Store:
             return tensors
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(
-                f"cache entry {path} cannot be read ({error}). Queue again: Encode Dataset makes it anew."
+                f"cache entry {path} cannot be read ({error}). Run Encode Dataset with 'encode again' once."
             ) from error
 
     def write(self, kind: str, key: bytes, tensors: Mapping[str, Tensor]) -> None:

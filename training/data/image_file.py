@@ -1,0 +1,194 @@
+"""Opening an image file with care: its size and kind, and whether it is whole, mostly without decoding it.
+
+The one rule: every file that cannot be used raises BadImage with a reason a person can act on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
+
+EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif"))
+MIN_SIDE = 8
+"""Pixels. Smaller images carry nothing to learn from; they are thumbnails or placeholders."""
+MAX_PIXELS = 178_956_970
+"""Pillow's limit against decompression bombs, kept here because other software in the process may lift it."""
+
+# Others (EPS starts Ghostscript, PDF, FITS, ...) have no place in a training folder.
+_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB", "TIFF", "GIF")
+
+
+class BadImage(ValueError):
+    """A file that cannot be used; the message is the reason, without the file's name."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of an image without decoding it."""
+
+    width: int
+    """Pixels, upright."""
+    height: int
+    has_alpha: bool
+
+
+def read_header(path: Path) -> Header:
+    """Return size and kind of an image file, decoding it only if its end looks cut off.
+
+    Raises BadImage if it cannot be used, OSError if it cannot be read.
+    """
+    with opened(path) as image:
+        width, height = image.size
+        require_size(width, height)
+        if upright(image) in (5, 6, 7, 8):
+            width, height = height, width
+        header = Header(width, height, has_alpha(image))
+        if not _looks_complete(path, image):
+            decode(image)
+        return header
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Image.Image]:
+    """Open an image, not decoded yet. Raises BadImage if it is none, or cannot be read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # large photos and odd EXIF blocks are no reason to alarm anybody
+        with _open(path) as image:
+            yield image
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        if path.stat().st_size == 0:
+            raise BadImage("the file is empty (0 bytes)")
+        return Image.open(path, formats=_formats())
+    except UnidentifiedImageError as error:
+        raise BadImage(_not_an_image(path)) from error
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"more than {MAX_PIXELS // 1_000_000} million pixels; make it smaller") from error
+    except FileNotFoundError as error:
+        raise BadImage("disappeared while the folder was being read") from error
+    except PermissionError as error:
+        raise BadImage("cannot be read: permission denied") from error
+    except BadImage:
+        raise
+    except Exception as error:  # Pillow's parsers raise nearly anything on damaged headers
+        raise BadImage(f"damaged or not readable ({error})") from error
+
+
+@lru_cache(maxsize=1)
+def _formats() -> tuple[str, ...]:
+    """Return those of _FORMATS that this Pillow knows; it fails on a name that it does not."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def decode(image: Image.Image) -> None:
+    """Read the pixels. Raises BadImage if they are not all there."""
+    # Other software in the process may have told Pillow to fill in what is missing with gray.
+    lenient, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
+    try:
+        image.load()
+    except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+        raise BadImage(f"truncated or damaged ({error})") from error
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = lenient
+
+
+def require_size(width: int, height: int) -> None:
+    if min(width, height) < MIN_SIDE:
+        raise BadImage(f"{width} x {height} px is too small; at least {MIN_SIDE} px a side")
+    if width * height > MAX_PIXELS:
+        raise BadImage(
+            f"{width} x {height} px is more than {MAX_PIXELS // 1_000_000} million pixels; make it smaller"
+        )
+
+
+def _not_an_image(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(16)
+    if start[4:8] == b"ftyp" and start[8:12] in (b"heic", b"heix", b"mif1", b"msf1", b"hevc"):
+        return "is a HEIC photo, which is not supported; convert it to JPEG or PNG"
+    if start[4:8] == b"ftyp" and start[8:12] in (b"avif", b"avis"):
+        return "is an AVIF image, which this Pillow cannot read; update Pillow or convert it to PNG"
+    return f"is not an image, whatever its extension {path.suffix} says"
+
+
+def upright(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 is upright."""
+    if image.format == "PNG" and "exif" not in image.info and "Raw profile type exif" not in image.info:
+        return 1  # Pillow would decode the whole image to look for EXIF behind it
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except (
+        Exception
+    ) as error:  # a damaged EXIF block raises nearly anything and says nothing about the pixels
+        logging.debug("EXIF of %s cannot be read: %s", getattr(image, "filename", "image"), error)
+        return 1
+
+
+def has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
+
+
+def _looks_complete(path: Path, image: Image.Image) -> bool:
+    """Say whether the file ends where its format puts the end.
+
+    Software appends to files, so False only means that the image has to be decoded to be sure.
+    """
+    with path.open("rb") as file:
+        head = file.read(12)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 64))
+        tail = file.read()
+        if image.format in ("JPEG", "MPO"):
+            return tail.rstrip(b"\0").endswith(b"\xff\xd9")
+        if image.format == "PNG":
+            return b"IEND" in tail
+        if image.format == "GIF":
+            return tail.rstrip(b"\0").endswith(b";")
+        if image.format == "WEBP":
+            return int.from_bytes(head[4:8], "little") + 8 <= size
+        if image.format in ("BMP", "DIB"):
+            return int.from_bytes(head[2:6], "little") <= size
+        if isinstance(image, TiffImageFile):
+            return _tiff_end(image) <= size
+        return image.format == "AVIF" and _boxes_end(file) == size
+
+
+def _tiff_end(image: TiffImageFile) -> float:
+    """Return where the last strip or tile of a TIFF ends; infinity if it does not say."""
+    tags = image.tag_v2
+    for offsets, counts in ((273, 279), (324, 325)):
+        if offsets in tags and counts in tags:
+            return float(max(map(operator.add, tags[offsets], tags[counts])))
+    return math.inf
+
+
+def _boxes_end(file: BinaryIO) -> int:
+    """Return where the last box of an ISO media file (AVIF) ends; -1 if it cannot be told."""
+    place = 0
+    while len(head := _at(file, place, 16)) >= 8:
+        length = int.from_bytes(head[:4], "big")
+        length = int.from_bytes(head[8:16], "big") if length == 1 else length
+        if length < 8:
+            return -1
+        place += length
+    return place
+
+
+def _at(file: BinaryIO, place: int, count: int) -> bytes:
+    file.seek(place)
+    return file.read(count)

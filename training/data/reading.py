@@ -1,0 +1,86 @@
+"""Opening a sample, from a file or from memory: its pixels and mask, and digests of what they hold.
+
+The one rule: pixels are never taken for those of another file. Sizes and dates are compared with the scan's
+before a digest is made and after pixels are read, because the digest is the key under which the result is
+kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from PIL.Image import Image
+from torch import Tensor
+
+from .hashes import ContentHashes
+from .image import Picture, mask_from_array, picture_from_array, read_mask, read_picture
+from .image_file import BadImage
+from .samples import IN_MEMORY, Sample, Source
+
+_ALPHA = ("alpha", "auto")
+
+
+def open_sample(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
+    """Return an image's pixels and its mask (mode L), if it has one.
+
+    Raises BadImage if either cannot be used, or the file is not the one that was scanned.
+    """
+    background, mask = source.config.background, None
+    if source.root is None:
+        number = _number(sample)
+        picture = picture_from_array(source.pixels[number].numpy(), background=background)
+        mask = mask_from_array(source.masks[number].numpy()) if source.masks else None
+    else:
+        picture = read_picture(source.path(sample.name), background=background)
+        mask = _mask_file(source, sample)
+        _require_unchanged(source, sample)
+    if mask is None and source.config.mask.source in _ALPHA:
+        mask = picture.alpha
+    return picture, mask
+
+
+def content_of(source: Source, sample: Sample, hashes: ContentHashes) -> tuple[bytes, bytes]:
+    """Return 16-byte digests of what the image and its mask hold; the mask's is empty if there is none.
+
+    Raises BadImage if a file is gone, unreadable or not the one that was scanned.
+    """
+    if source.root is None:
+        number = _number(sample)
+        image = _digest(source.pixels[number])
+        mask = _digest(source.masks[number]) if source.masks else b""
+    else:
+        try:
+            _require_unchanged(source, sample)
+            image = hashes.of(source.path(sample.name))
+            mask = hashes.of(source.path(sample.mask)) if sample.mask else b""
+        except OSError as error:
+            raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+    if not mask and sample.has_alpha and source.config.mask.source in _ALPHA:
+        mask = image
+    return image, mask
+
+
+def _mask_file(source: Source, sample: Sample) -> Image | None:
+    try:
+        return read_mask(source.path(sample.mask)) if sample.mask else None
+    except BadImage as error:
+        raise BadImage(f"its mask {sample.mask}: {error}") from error
+
+
+def _require_unchanged(source: Source, sample: Sample) -> None:
+    try:
+        info = source.path(sample.name).stat()
+    except OSError as error:
+        raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+    if (info.st_size, info.st_mtime_ns) != (sample.bytes, sample.mtime_ns):
+        raise BadImage("changed after the folder was read; queue again")
+
+
+def _number(sample: Sample) -> int:
+    return int(sample.name.removeprefix(IN_MEMORY))
+
+
+def _digest(tensor: Tensor) -> bytes:
+    state = hashlib.blake2b(repr((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
+    state.update(tensor.contiguous().numpy().data)
+    return state.digest()
