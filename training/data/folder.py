@@ -142,13 +142,20 @@ def _list(root: Path, relative: str, config: DatasetConfig) -> tuple[_Folder, li
                     bad.append(
                         Skipped(name, "is a link that leads out of the folder; copy the file, or allow links")
                     )
-                elif entry.is_dir():
+                elif _is_folder(entry):
                     below.append(name)
                 else:
                     files.append(entry.name)
     except OSError as error:
         bad.append(Skipped(relative or root.name, f"the folder cannot be read ({error.strerror or error})"))
     return _Folder(relative, frozenset(files), tuple(bad)), below
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _inside(root: Path, path: str) -> bool:

@@ -1,0 +1,104 @@
+"""Names of datasets stay inside the folders that may be read."""
+
+import sys
+
+import pytest
+import yaml
+
+from graft.tests.data.helpers import add
+from graft.training.data import list_datasets, resolve_dataset
+from graft.training.data.roots import yaml_lines
+
+links = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege on Windows")
+
+
+@pytest.fixture
+def roots(tmp_path):
+    """ComfyUI's input folder and a registered dataset, each with images."""
+    add(tmp_path / "input/cats", "a.png"), add(tmp_path / "elsewhere/photos/dogs", "b.png")
+    add(tmp_path / "private", "c.png")
+    return [tmp_path / "input", tmp_path / "elsewhere/photos"]
+
+
+@pytest.mark.parametrize(
+    "name, place", [("cats", "input/cats"), ("dogs", "elsewhere/photos/dogs"), ("photos", "elsewhere/photos")]
+)
+def test_names_are_found_in_the_input_folder_and_in_registered_ones(roots, tmp_path, name, place):
+    assert resolve_dataset(name, roots) == tmp_path / place
+
+
+def test_folders_in_folders_are_named_with_either_slash(roots, tmp_path):
+    for name in ("photos/dogs", "photos\\dogs", " photos/dogs/ ", "./photos//dogs"):
+        assert resolve_dataset(name, roots) == tmp_path / "elsewhere/photos/dogs"
+
+
+def test_the_menu_lists_what_can_be_chosen(roots):
+    found = list_datasets(roots)
+    assert found == ["cats", "photos", "photos/dogs"]
+    assert all(resolve_dataset(name, roots).is_dir() for name in found)
+
+
+@pytest.mark.parametrize("name", ["../private", "cats/../../private", "..", "cats\\..\\..\\private"])
+def test_a_name_cannot_lead_out_with_dots(roots, name):
+    with pytest.raises(ValueError, match=r"leads out of its folder with '\.\.'(.|\n)*graft_datasets:"):
+        resolve_dataset(name, roots)
+
+
+def test_a_full_path_is_refused_with_the_lines_that_register_it(roots, tmp_path):
+    with pytest.raises(ValueError, match="is a full path") as error:
+        resolve_dataset(str(tmp_path / "private"), roots)
+    assert f"graft:\n    base_path: {tmp_path}\n    graft_datasets: private" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["D:\\photos", "d:/photos", "\\\\server\\share\\photos", "//server/share/photos", "C:photos"]
+)
+def test_a_windows_path_is_refused_on_every_system(roots, name):
+    with pytest.raises(ValueError, match="is a full path(.|\n)*graft_datasets: photos"):
+        resolve_dataset(name, roots)
+
+
+@links
+def test_a_link_out_of_the_root_is_refused_with_the_lines_for_its_target(roots, tmp_path):
+    (roots[0] / "shortcut").symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match="a link that leads out of") as error:
+        resolve_dataset("shortcut", roots)
+    assert f"base_path: {tmp_path}\n    graft_datasets: private" in str(error.value)
+
+
+@links
+def test_a_link_inside_the_root_is_followed(roots):
+    (roots[0] / "alias").symlink_to(roots[0] / "cats")
+    assert resolve_dataset("alias", roots) == roots[0] / "alias"
+
+
+@pytest.mark.parametrize("name", ["", "  ", ".", "a\0b"])
+def test_no_name_says_where_to_put_a_folder(roots, name):
+    with pytest.raises(ValueError, match="no dataset folder chosen; put a folder with images into .*input"):
+        resolve_dataset(name, roots)
+
+
+def test_an_unknown_name_lists_the_known_ones(roots):
+    with pytest.raises(ValueError, match="'birds' not found. Folders there are: cats, photos, photos/dogs"):
+        resolve_dataset("birds", roots)
+
+
+@pytest.mark.parametrize(
+    "folder", ["/data/photos", "D:\\my photos\\2024", "/a/yes", "/x/#1: it's", "/srv/2023-01-01", "/a/-b"]
+)
+def test_the_printed_lines_mean_that_folder_to_a_yaml_reader(folder):
+    read = yaml.safe_load(yaml_lines(folder))["graft"]
+    slash = "\\" if "\\" in folder else "/"
+    assert read["base_path"] + slash + read["graft_datasets"] == folder
+
+
+@pytest.mark.comfy
+def test_comfyui_registers_the_printed_lines(tmp_path, monkeypatch):
+    pytest.importorskip("folder_paths", reason="needs ComfyUI on the path")
+    import folder_paths
+    from utils.extra_config import load_extra_path_config
+
+    (tmp_path / "extra.yaml").write_text(yaml_lines(tmp_path / "photos"))
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {})
+    load_extra_path_config(str(tmp_path / "extra.yaml"))
+    assert folder_paths.get_folder_paths("graft_datasets") == [str(tmp_path / "photos")]
