@@ -1,0 +1,97 @@
+"""A real server: started, killed in mid-training, started again; Finish; /free; what importing Graft costs."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import graft
+from graft.demo.runtime import PromptError, server
+
+WORKFLOW = Path(graft.__file__).parent / "example_workflows" / "api" / "first_lora.json"
+
+
+def prompt(name, **train):
+    graph = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    graph["2"]["inputs"] |= {"folder": "tiny", "resolution": "64"}
+    graph["4"]["inputs"]["rank"] = 2
+    graph["5"]["inputs"] |= {"steps": 6, "batch_size": 1, "name": name, **train}
+    graph["6"]["inputs"] |= {"name": name, "dtype": "fp32"}
+    graph["9"]["inputs"] |= {"width": 64, "height": 64, "batch_size": 1}
+    graph["10"]["inputs"]["steps"] = 1
+    return graph
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    base = tmp_path_factory.mktemp("restarted")
+    (base / "input" / "tiny").mkdir(parents=True)
+    for colour in ("red", "blue"):
+        Image.new("RGB", (64, 64), colour).save(base / "input" / "tiny" / f"{colour}.png")
+        (base / "input" / "tiny" / f"{colour}.txt").write_text(colour)
+    return base
+
+
+def on_progress(action, *, node="5", after=1):
+    """Return an on_event that does `action` once, in its own thread, when Train Steps has done `after` steps."""
+    done = []
+
+    def on_event(kind, data):
+        if kind == "progress" and data.get("node") == node and data["value"] >= after and not done:
+            done.append(data)
+            threading.Thread(target=action).start()
+
+    return on_event
+
+
+def loras(base):
+    return {path.stem: load_file(path) for path in (base / "output" / "loras").glob("*.safetensors")}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(comfyui, folder):
+    with server(comfyui, folder, cpu=True) as first:
+        assert float(re.search(r"([\d.]+) seconds: \S*graft", first.log())[1]) < 0.3
+        with pytest.raises(Exception, match="exit code|refused|reset|closed"):
+            first.run(prompt("killed", steps=40, seed=1), on_progress(first.kill, after=3))
+    assert "killed" not in loras(folder)
+    with server(comfyui, folder, cpu=True) as second:
+        second.run(prompt("killed", steps=40, seed=1))
+        second.run(prompt("whole", steps=40, seed=1))
+        assert same(loras(folder)["killed"], loras(folder)["whole"])
+        second.free()
+        second.run({**prompt("killed", steps=40, seed=1), "99": {"class_type": "PreviewAny", "inputs": {"source": "x"}}})
+        assert second.log().count("is already trained") >= 1
+
+
+def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_server, folder):
+    (comfy_server.base / "input" / "tiny").mkdir(parents=True, exist_ok=True)
+    for path in (folder / "input" / "tiny").iterdir():
+        (comfy_server.base / "input" / "tiny" / path.name).write_bytes(path.read_bytes())
+
+    def finish():
+        run = next((comfy_server.base / "output" / "graft").glob("finished-*")).name
+        comfy_server.request(f"/graft/finish/{run}", {})
+
+    comfy_server.run(prompt("finished", steps=100000), on_progress(finish, after=2), timeout=300)
+    assert loras(comfy_server.base)["finished"]
+    assert list((comfy_server.base / "output" / "graft").glob("first_lora_*.png"))
+    with pytest.raises(ValueError, match="404|no run named"):
+        comfy_server.request("/graft/finish/finished", {})
+
+
+def test_cancel_stops_within_a_step_and_the_next_prompt_runs(comfy_server, folder):
+    with pytest.raises(PromptError, match="interrupted"):
+        comfy_server.run(prompt("stopped", steps=100000), on_progress(comfy_server.interrupt, after=2), timeout=300)
+    comfy_server.run(prompt("next", steps=1), timeout=300)
+    assert "next" in loras(comfy_server.base) and "stopped" not in loras(comfy_server.base)
