@@ -96,7 +96,7 @@ def require_safetensors(path: Path) -> list[str]:
             end = last
         if end != size - 8 - length:
             raise ValueError(f"it holds {size - 8 - length} bytes of tensors and should hold {end}: the file is cut off")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name}: not a readable .safetensors file ({error}); download it again.") from error
     return [name for name in header if name != "__metadata__"]
 

@@ -1,0 +1,82 @@
+"""Load Base Model: files that are what they claim to be, and files that are not."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import graft
+from graft.training.comfy import loading
+
+BASE = Path(graft.__file__).parent / "demo" / "base" / "graft_tiny_sd3.safetensors"
+
+
+@pytest.fixture
+def checkpoints(base):
+    folder = base / "models" / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def raw(header, body=b""):
+    data = json.dumps(header).encode() if isinstance(header, dict) else header
+    return struct.pack("<Q", len(data)) + data + body
+
+
+def entry(first, last):
+    return {"dtype": "F32", "shape": [(last - first) // 4], "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("pickle.ckpt", b"\x80\x04", "only .safetensors"),
+        ("empty.safetensors", b"", "not a readable .safetensors"),
+        ("cut.safetensors", raw({"a": entry(0, 8)}, b"1234"), "the file is cut off"),
+        ("overlap.safetensors", raw({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "overlap"),
+        ("huge.safetensors", struct.pack("<Q", 1 << 40) + b"{}", "header claims"),
+        ("nested.safetensors", raw(b"[" * 100_000), "not a readable"),
+        ("text.safetensors", raw(b"not json!!"), "not a readable"),
+        ("other.safetensors", raw({"a": entry(0, 8)}, bytes(8)), "recognises|cannot load"),
+        ("list.safetensors", raw(b'["a"]'), "not a readable"),
+    ],
+)
+def test_a_file_that_is_no_base_model_is_refused_by_name(checkpoints, name, content, message):
+    (checkpoints / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        loading.load_base(name, [], loading.FROM_CHECKPOINT, "auto")
+    assert name in str(error.value)
+
+
+def test_a_missing_file_is_refused_with_the_folders_it_belongs_in(checkpoints):
+    with pytest.raises(ValueError, match="models/checkpoints or models/diffusion_models"):
+        loading.load_base("nowhere.safetensors", [], loading.FROM_CHECKPOINT, "auto")
+
+
+def test_separate_files_load_as_the_checkpoint_does(base, checkpoints):
+    tensors = load_file(BASE)
+    for kind, prefix in (("diffusion_models", "model.diffusion_model."), ("vae", "first_stage_model.")):
+        (base / "models" / kind).mkdir(parents=True, exist_ok=True)
+        part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        save_file(part, base / "models" / kind / f"tiny_{kind}.safetensors")
+    model, clip, vae = loading.load_base("tiny_diffusion_models.safetensors", [], "tiny_vae.safetensors", "auto")
+    whole, _, whole_vae = loading.load_base(_copied(checkpoints), [], loading.FROM_CHECKPOINT, "auto")
+    ours, theirs = model.model.diffusion_model.state_dict(), whole.model.diffusion_model.state_dict()
+    assert clip is None and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert vae.first_stage_model is not None and whole_vae.first_stage_model is not None
+
+
+def test_the_chosen_dtype_is_the_one_the_weights_have(checkpoints):
+    model, _, _ = loading.load_base(_copied(checkpoints), [], loading.FROM_CHECKPOINT, "bf16")
+    assert model.model.diffusion_model.joint_blocks[0].x_block.attn.qkv.weight.dtype == torch.bfloat16
+
+
+def _copied(checkpoints):
+    target = checkpoints / "copied.safetensors"
+    target.write_bytes(BASE.read_bytes())
+    return target.name
