@@ -1,10 +1,12 @@
 """A frozen layer of the base model: the one place where a base weight is used during training.
 
-`FrozenLayer.forward` fetches its weight in the forward pass and again in the backward pass and lets autograd save
-neither, so the weight may live anywhere (resident, quantised, in a buffer that the next layer overwrites, on disk) and
-gradients are still right. The gradient of a frozen layer with respect to its input needs nothing but the weight.
+`FrozenLayer.forward` fetches its weight in the forward pass and again in the backward pass and lets autograd
+save neither, so the weight may live anywhere (resident, quantised, in a buffer that the next layer
+overwrites, on disk) and gradients are still right. The gradient of a frozen layer with respect to its input
+needs nothing but the weight.
 
-Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and so never ask which kind they sit on.
+Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and so never ask which kind
+they sit on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.grad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,7 +30,8 @@ class LayerSpec:
 
     kind: str
     shape: tuple[int, ...]
-    """Of the weight: (out, in) for linear, (out, in/groups, *kernel) for convolutions, (entries, width) for embeddings."""
+    """Of the weight: (out, in) for linear, (out, in/groups, *kernel) for convolutions, (entries, width) for
+    embeddings."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
 
@@ -42,13 +46,19 @@ class LayerKind:
     """low_rank(x, down, up, **options) -> what `apply` gives for the weight up @ down, without forming it.
     down is (rank, ...) in the shape of the weight, up is (out, rank)."""
     input_gradient: Callable[..., Tensor] | None
-    """input_gradient(grad_y, weight, x_shape, **options) -> gradient of x; None where x has none (token ids)."""
+    """input_gradient(grad_y, weight, x_shape, **options) -> gradient of x; None where x has none (token
+    ids)."""
+    scale_columns: Callable[..., Tensor]
+    """scale_columns(f, x, factor, **options) -> what f(x) gives once every weight in f is multiplied by
+    `factor` along its axis 1, where f is linear in the weight; factor is (weight.shape[1],)."""
 
 
 class FrozenLayer:
     """A layer whose weight is fetched when used and never trained."""
 
-    def __init__(self, name: str, spec: LayerSpec, module: nn.Module, weight: Fetch, bias: Fetch | None = None):
+    def __init__(
+        self, name: str, spec: LayerSpec, module: nn.Module, weight: Fetch, bias: Fetch | None = None
+    ):
         self.name = name
         self.spec = spec
         self.module = module
@@ -69,6 +79,11 @@ class FrozenLayer:
     def apply_low_rank(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
         """Compute `apply_weight(x, up @ down)` without forming the product; differentiable in all three."""
         return self.kind.low_rank(x, down, up, **self.spec.options)
+
+    def scale_columns(self, compute: Callable[[Tensor], Tensor], x: Tensor, factor: Tensor) -> Tensor:
+        """Compute `compute(x)` as if axis 1 of the weights in it were multiplied by `factor`; a bias is
+        not."""
+        return self.kind.scale_columns(compute, x, factor, **self.spec.options)
 
     def _apply(self, x: Tensor) -> Tensor:
         dtype, device = _compute_dtype(self, x), x.device
@@ -105,17 +120,27 @@ def _linear_input_gradient(grad: Tensor, weight: Tensor, shape: torch.Size) -> T
     return grad @ weight
 
 
-def _conv(apply: Callable[..., Tensor], transposed: Callable[..., Tensor]) -> LayerKind:
+def _conv(apply: Callable[..., Tensor], transposed: Callable[..., Tensor], spatial: int) -> LayerKind:
     def low_rank(x: Tensor, down: Tensor, up: Tensor, *, groups: int, **options: Any) -> Tensor:
-        if groups > 1:  # every group has its own inputs but all share `down`: only the product is a convolution
+        if (
+            groups > 1
+        ):  # every group has its own inputs but all share `down`: only the product is a convolution
             weight = (up @ down.flatten(1)).reshape(-1, *down.shape[1:])
             return apply(x, weight, None, groups=groups, **options)
         return apply(apply(x, down, None, **options), up.reshape(*up.shape, *(1,) * (down.ndim - 2)))
 
     def input_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, **options: Any) -> Tensor:
+        if isinstance(options.get("padding"), str):  # "same", which torch.nn.grad does not know
+            at_zero = weight.new_zeros(shape)
+            return torch.func.vjp(lambda x: apply(x, weight, None, **options), at_zero)[1](grad)[0]  # type: ignore[no-any-return]
         return transposed(shape, weight, grad, **options)
 
-    return LayerKind(apply, low_rank, input_gradient)
+    def scale_columns(
+        f: Callable[[Tensor], Tensor], x: Tensor, factor: Tensor, *, groups: int, **_: Any
+    ) -> Tensor:
+        return f(x * factor.repeat(groups).reshape(-1, *(1,) * spatial))
+
+    return LayerKind(apply, low_rank, input_gradient, scale_columns)
 
 
 def _embedding(ids: Tensor, weight: Tensor, bias: None, *, padding_idx: int | None = None) -> Tensor:
@@ -127,8 +152,12 @@ def _embedding_low_rank(ids: Tensor, down: Tensor, up: Tensor, *, padding_idx: i
 
 
 LAYER_KINDS: Mapping[str, LayerKind] = {
-    "linear": LayerKind(F.linear, _linear_low_rank, _linear_input_gradient),
-    "conv1d": _conv(F.conv1d, torch.nn.grad.conv1d_input),
-    "conv2d": _conv(F.conv2d, torch.nn.grad.conv2d_input),
-    "embedding": LayerKind(_embedding, _embedding_low_rank, None),
+    "linear": LayerKind(
+        F.linear, _linear_low_rank, _linear_input_gradient, lambda f, x, factor: f(x * factor)
+    ),
+    "conv1d": _conv(F.conv1d, nn.grad.conv1d_input, 1),
+    "conv2d": _conv(F.conv2d, nn.grad.conv2d_input, 2),
+    "embedding": LayerKind(
+        _embedding, _embedding_low_rank, None, lambda f, ids, factor, **_: f(ids) * factor
+    ),
 }

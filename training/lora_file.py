@@ -1,7 +1,7 @@
 """LoRA files: kohya keys, `.alpha` always written, metadata that says what the file is.
 
-Keys are `<prefix><module path with underscores>.<suffix>`, which every ComfyUI reads; a family without the prefix is
-written with native `diffusion_model.<module path>.<suffix>` keys.
+Keys are `<prefix><module path with underscores>.<suffix>`, which every ComfyUI reads; a family without the
+prefix is written with native `diffusion_model.<module path>.<suffix>` keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .adapters import ADAPTERS
+from .adapters import for_layer, method_of
 from .config import to_dict
 from .family import Family
 from .state import TrainState
@@ -25,12 +25,16 @@ from .state import TrainState
 
 def lora_tensors(state: TrainState, family: Family, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return the file's tensors: the adapter's in `dtype`, and for each layer `.alpha` as a 0-d float32."""
-    suffixes = ADAPTERS[state.adapter.algorithm].suffixes
-    tensors: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.weights.items():
         path, parameter = name.rsplit(".", 1)
-        tensors[f"{lora_key(path, family)}.{suffixes[parameter]}"] = tensor.to(dtype).contiguous()
-        tensors[f"{lora_key(path, family)}.alpha"] = torch.tensor(state.adapter.effective_alpha)
+        layers.setdefault(path, {})[parameter] = tensor
+    tensors: dict[str, Tensor] = {}
+    for path, weights in layers.items():
+        config = for_layer(state.adapter, path)
+        for suffix, tensor in method_of(config).file_tensors(weights, config).items():
+            stored = tensor.float() if suffix == "alpha" else tensor.to(dtype)
+            tensors[f"{lora_key(path, family)}.{suffix}"] = stored.contiguous()
     return tensors
 
 
@@ -60,7 +64,8 @@ def lora_metadata(state: TrainState, family: Family, *, title: str, **extra: Any
 def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a LoRA file whole or not at all: under a temporary name beside it, flushed, then renamed.
 
-    Raises OSError when the folder cannot be written or the disk is full; a file that was there is then untouched.
+    Raises OSError when the folder cannot be written or the disk is full; a file that was there is then
+    untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)

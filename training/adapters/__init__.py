@@ -1,4 +1,5 @@
-"""What is trained: small modules beside frozen layers. One file a method, one table of methods (`ADAPTERS`)."""
+"""What is trained: small modules beside frozen layers. One file a method, one table of methods
+(`ADAPTERS`)."""
 
 from __future__ import annotations
 
@@ -7,13 +8,44 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .. import rng
 from ..config import AdapterConfig
-from ..layer import LayerSpec
-from .base import Adapter, attach, select
+from ..layer import FrozenLayer, LayerSpec
+from .base import Adapter, attach
+from .dora import DoRA
+from .dropout import draws
+from .loha import LoHa
+from .lokr import LoKr
 from .lora import LoRA
+from .pissa import PiSSA
+from .select import first_match, for_layer, matches, select
 
-ADAPTERS: Mapping[str, type[Adapter]] = {"lora": LoRA}
+ADAPTERS: Mapping[str, type[Adapter]] = {"lora": LoRA, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
 """By `AdapterConfig.algorithm`."""
+
+NOT_SUPPORTED: Mapping[str, str] = {
+    "locon": "it is LoRA on convolutions: choose lora and the targets 'all'",
+    **dict.fromkeys(
+        ("oft", "boft", "diag-oft"), "orthogonal fine-tuning multiplies weights instead of adding to them"
+    ),
+    **dict.fromkeys(("full", "diff", "full-diff"), "a full difference is as large as the base"),
+    **dict.fromkeys(("ia3", "glora", "dylora", "tlora"), "its files do not load everywhere"),
+    **dict.fromkeys(("slider", "concept-slider", "leco"), "concept sliders have an objective of their own"),
+    **dict.fromkeys(("tread", "token-routing"), "token routing changes the network that is trained"),
+}
+"""What other trainers have under `algorithm`, and why it is not here."""
+
+
+def method_of(config: AdapterConfig) -> type[Adapter]:
+    """Return the class that one layer's settings ask for.
+
+    Raises ValueError naming what is supported when there is no such method.
+    """
+    name = config.algorithm.lower()
+    if name not in ADAPTERS:
+        reason = f"not supported ({NOT_SUPPORTED[name]})" if name in NOT_SUPPORTED else "unknown"
+        raise ValueError(f"algorithm: {config.algorithm!r} is {reason}; choose one of {', '.join(ADAPTERS)}.")
+    return PiSSA if config.init == "pissa" else ADAPTERS[name]
 
 
 def build_adapters(specs: Mapping[str, LayerSpec], config: AdapterConfig) -> dict[str, Adapter]:
@@ -21,9 +53,8 @@ def build_adapters(specs: Mapping[str, LayerSpec], config: AdapterConfig) -> dic
 
     Raises ValueError when there is no such method.
     """
-    if config.algorithm not in ADAPTERS:
-        raise ValueError(f"algorithm: {config.algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
-    return {name: ADAPTERS[config.algorithm](spec, config) for name, spec in specs.items()}
+    settings = {path: for_layer(config, path) for path in specs}
+    return {path: method_of(settings[path])(spec, settings[path]) for path, spec in specs.items()}
 
 
 def restore_adapters(
@@ -36,7 +67,9 @@ def restore_adapters(
     paths = {name.rsplit(".", 1)[0] for name in weights}
     unknown = sorted(paths - set(specs))
     if unknown:
-        raise ValueError(f"{unknown[0]}: the base model has no such layer; was the LoRA trained on another base?")
+        raise ValueError(
+            f"{unknown[0]}: the base model has no such layer; was the LoRA trained on another base?"
+        )
     adapters = build_adapters({path: spec for path, spec in specs.items() if path in paths}, config)
     for name, parameter in named_parameters(adapters).items():
         if name not in weights or weights[name].shape != parameter.shape:
@@ -46,9 +79,83 @@ def restore_adapters(
     return adapters
 
 
+def initialise(
+    adapters: Mapping[str, Adapter],
+    seed: int,
+    layers: Mapping[str, FrozenLayer] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Set every adapter to its start, which changes nothing: drawn from `seed` and its layer's path.
+
+    `layers` holds the base and `device` is where to look at it, for methods that start from it
+    (`needs_base`).
+    """
+    for path, adapter in adapters.items():
+        base = None
+        if adapter.needs_base and layers is not None:
+            base = layers[path].weight(torch.float32, device or torch.device("cpu"))
+        adapter.initialise(rng.generator(seed, "init", path), base)
+
+
+def needs_base(adapters: Mapping[str, Adapter]) -> bool:
+    """Say whether `initialise` must be given the base's layers."""
+    return any(adapter.needs_base for adapter in adapters.values())
+
+
 def named_parameters(adapters: Mapping[str, Adapter]) -> dict[str, nn.Parameter]:
-    """Return every trained parameter by "<module path>.<parameter>", in a fixed order."""
-    return {f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()}
+    """Return every parameter by "<module path>.<parameter>", in a fixed order.
+
+    All are part of the state; those that do not require a gradient are not trained (PiSSA's start).
+    """
+    return {
+        f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()
+    }
 
 
-__all__ = ["ADAPTERS", "Adapter", "attach", "build_adapters", "named_parameters", "restore_adapters", "select"]
+def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[str, float]:
+    """Return each parameter's multiple of the learning rate: its layer's (`lrs`) times LoRA+'s ratio where it
+    applies."""
+    scales: dict[str, float] = {}
+    for path, adapter in adapters.items():
+        layer = first_match(path, config.lrs, 1.0)
+        for name, _ in adapter.named_parameters():
+            fast = name in adapter.starts_at_zero
+            scales[f"{path}.{name}"] = layer * (config.lora_plus_ratio if fast else 1.0)
+    return scales
+
+
+@torch.no_grad()
+def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
+    """Scale every difference that is larger than `config.max_norm` down to it; return how many were.
+
+    All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude is left as it
+    is.
+    """
+    limited = 0
+    for adapter in adapters.values() if config.max_norm else ():
+        factors = adapter.factors()
+        norm = float(adapter.product().norm()) if factors else 0.0
+        if norm > config.max_norm:
+            limited += 1
+            for factor in factors:
+                factor.mul_((config.max_norm / norm) ** (1 / len(factors)))
+    return limited
+
+
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "attach",
+    "build_adapters",
+    "draws",
+    "for_layer",
+    "initialise",
+    "limit_norms",
+    "lr_scales",
+    "matches",
+    "method_of",
+    "named_parameters",
+    "needs_base",
+    "restore_adapters",
+    "select",
+]

@@ -1,4 +1,4 @@
-"""What every adapter method shares: choosing layers, sitting on them, and being named in a file.
+"""What every adapter method shares: sitting on a layer, its share of dropout, and being named in a file.
 
 A method says how its parameters make a weight difference; a layer kind says how a weight is applied
 (`training.layer.LAYER_KINDS`). Neither knows the other, so N methods and M kinds are N + M pieces of code.
@@ -8,77 +8,115 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..config import AdapterConfig
-from ..family import Family
 from ..layer import FrozenLayer, LayerSpec
-
-KINDS: Mapping[str, tuple[str, ...]] = {"all": ("linear", "conv1d", "conv2d")}
-"""Layer kinds a target preset takes; linear alone where it is not listed."""
+from .dropout import Draw
 
 
 class Adapter(nn.Module):
     """The trained part beside one frozen layer. Parameters are float32, whatever the base computes in.
 
-    A method implements `delta`, and `forward` where it can do better than forming the whole difference. Parameters
-    are named as in the file (`suffixes`), so saving and loading need no code of the method's own.
+    A method implements `compose`, and `difference` where it can do better than forming the whole of it.
+    Parameters are named in the file by `suffixes`, so saving and loading need no code of the method's own.
     """
 
     suffixes: ClassVar[Mapping[str, str]]
     """Parameter name -> suffix of its key in a LoRA file."""
+    starts_at_zero: ClassVar[tuple[str, ...]]
+    """Parameters that `initialise` leaves at 0: the ones that LoRA+ trains faster."""
+    padded_with_zeros: ClassVar[tuple[str, ...]]
+    """Parameters whose further rank components must be 0 for a larger rank to give the same difference."""
+    needs_base: ClassVar[bool] = False
+    """Whether `initialise` needs the base weight."""
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__()
         self.spec = spec
+        self.config = config
         self.alpha = config.effective_alpha
         self.scale = config.effective_alpha / config.rank
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Set the parameters so that the adapter changes nothing yet and every one can learn."""
+    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+        """Set the parameters so that the adapter changes nothing yet and every one can learn.
+
+        `base` is the frozen weight in float32, for the methods that need it.
+        """
         raise NotImplementedError
 
-    def delta(self) -> Tensor:
-        """Return the difference to the base weight, float32, in the weight's shape."""
+    @staticmethod
+    def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Return the product of the factors before scaling, as (out, everything else) or in the weight's
+        shape.
+
+        `weights` are the parameters by name; `mask` (rank,) multiplies the rank components.
+        """
         raise NotImplementedError
+
+    @staticmethod
+    def rank_in(weights: Mapping[str, Tensor]) -> int | None:
+        """Return the rank that loaders divide alpha by; None where they apply the product at strength 1."""
+        raise NotImplementedError
+
+    def product(self, mask: Tensor | None = None) -> Tensor:
+        """Return the scaled product of the factors in the weight's shape."""
+        return self.scale * self.compose(dict(self.named_parameters()), mask).reshape(self.spec.shape)
+
+    def delta(self, base: Tensor | None = None) -> Tensor:
+        """Return the difference to the base weight, in its shape; DoRA must be given that weight."""
+        return self.product()
+
+    def factors(self) -> list[nn.Parameter]:
+        """Return the parameters in each of which `product` is linear."""
+        return list(self.parameters())
 
     def forward(self, layer: FrozenLayer, x: Tensor) -> Tensor:
-        """Compute the layer's output with the adapter in place."""
-        return layer.forward(x) + layer.apply_weight(x, self.delta().to(compute_dtype(x)))
+        """Compute the layer's output with the adapter in place; dropout only inside `draws`."""
+        draw = Draw(self.config, layer.name, x)
+        if draw.leaves_out_module():
+            return layer.forward(x)
+        return layer.forward(x) + self.difference(layer, draw.inputs(), draw.ranks())
+
+    def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute what the adapter adds to the layer's output.
+
+        The backward pass forms the weight difference again instead of keeping one as large as the layer's
+        weight.
+        """
+
+        def apply(x: Tensor, *parameters: Tensor) -> Tensor:
+            return layer.apply_weight(x, self.product(mask).to(compute_dtype(x, parameters[0])))
+
+        if not torch.is_grad_enabled():
+            return apply(x, *self.parameters())
+        y: Tensor = checkpoint(apply, x, *self.parameters(), use_reentrant=False, preserve_rng_state=False)
+        return y
+
+    @classmethod
+    def file_tensors(cls, weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
+        """Return what a LoRA file holds for one layer, by suffix, for `weights` by parameter name.
+
+        "alpha" is always there: loaders take strength 1 without it, whatever was trained.
+        """
+        named = {cls.suffixes[name]: tensor for name, tensor in weights.items()}
+        return {**named, "alpha": torch.tensor(config.effective_alpha)}
+
+    @classmethod
+    def from_file_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters by name that `file_tensors` gave, in shapes that `compose` takes."""
+        names = {suffix: name for name, suffix in cls.suffixes.items()}
+        return {names[suffix]: tensor for suffix, tensor in tensors.items() if suffix != "alpha"}
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype a layer computes in for input x: its own, or float32 for token ids."""
-    return x.dtype if x.is_floating_point() else torch.float32
-
-
-def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> dict[str, LayerSpec]:
-    """Return the layers to train, by module path, in the model's order.
-
-    Raises ValueError when the preset is unknown or nothing matches, with names that exist.
-    """
-    if config.targets not in family.targets:
-        raise ValueError(
-            f"targets: {family.name} has no preset {config.targets!r}; choose one of {', '.join(family.targets)}."
-        )
-    kinds = KINDS.get(config.targets, ("linear",))
-    preset = family.targets[config.targets]
-    candidates = {n: s for n, s in specs.items() if s.kind in kinds and _matches(n, preset)}
-    included = {n: s for n, s in candidates.items() if not config.include or _matches(n, config.include)}
-    chosen = {n: s for n, s in included.items() if not _matches(n, config.exclude)}
-    if not chosen:
-        names = list(candidates or specs)
-        examples = ", ".join(names[:: max(1, len(names) // 8)][:8])
-        raise ValueError(
-            f"no layer is left to train: targets {config.targets!r}, include {list(config.include)}, exclude "
-            f"{list(config.exclude)} match none of the {len(names)} layers. Layers are named like {examples}."
-        )
-    return chosen
+def compute_dtype(x: Tensor, parameter: Tensor) -> torch.dtype:
+    """Return the dtype a layer computes in for input x: its own, or the parameter's for token ids."""
+    return x.dtype if x.is_floating_point() else parameter.dtype
 
 
 @contextmanager
@@ -91,8 +129,8 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
         if name not in layers or layers[name].spec.shape != adapter.spec.shape:
             found = f"has shape {layers[name].spec.shape}" if name in layers else "does not exist"
             raise ValueError(
-                f"{name}: the LoRA was made for a layer of shape {adapter.spec.shape}, which {found} in this base "
-                "model; continue it on the base it was started on."
+                f"{name}: the LoRA was made for a layer of shape {adapter.spec.shape}, which {found} in this "
+                "base model; continue it on the base it was started on."
             )
     before = {name: layers[name].module.__dict__.get("forward") for name in adapters}
     try:
@@ -105,7 +143,3 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
                 layers[name].module.__dict__.pop("forward", None)
             else:
                 layers[name].module.forward = forward
-
-
-def _matches(name: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)

@@ -1,11 +1,15 @@
 """LoRA: the weight difference is a product of two thin matrices (Hu et al. 2021, arXiv:2106.09685).
 
-dW = (alpha / rank) * up @ down. On a convolution `down` keeps the kernel and `up` is 1x1 (LoCon).
+dW = (alpha / rank) * up @ down. On a convolution `down` keeps the kernel and `up` is 1x1 (LoCon); with
+`tucker` the kernel is a third factor, `mid`, between 1x1 ones (Yeh et al. 2023, arXiv:2309.14859, appendix
+B).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +20,76 @@ from .base import Adapter, compute_dtype
 
 
 class LoRA(Adapter):
-    """down (rank, in, *kernel) and up (out, rank)."""
+    """down (rank, in, *kernel) and up (out, rank); with `mid` (rank, rank, *kernel), down is (rank, in, 1,
+    1)."""
 
-    suffixes = {"down": "lora_down.weight", "up": "lora_up.weight"}
+    suffixes = {"down": "lora_down.weight", "up": "lora_up.weight", "mid": "lora_mid.weight"}
+    starts_at_zero: ClassVar[tuple[str, ...]] = ("up",)
+    padded_with_zeros = ("up",)
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
-        self.down = nn.Parameter(torch.empty(config.rank, *spec.shape[1:]))
+        kernel = spec.shape[2:]
+        self.tucker = config.tucker and kernel_can_be_decomposed(spec)
+        self.down = nn.Parameter(
+            torch.empty(config.rank, spec.shape[1], *((1,) * len(kernel) if self.tucker else kernel))
+        )
         self.up = nn.Parameter(torch.empty(spec.shape[0], config.rank))
+        if self.tucker:
+            self.mid = nn.Parameter(torch.empty(config.rank, config.rank, *kernel))
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Kaiming-uniform `down` and zero `up`, as in the paper's code: dW is 0, and `up` gets a gradient at once."""
+    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+        """Kaiming-uniform `down` (or N(0, 1/rank)) and zero `up`, as in the paper's code: dW is 0, `up`
+        learns at once."""
         with torch.no_grad():
-            nn.init.kaiming_uniform_(self.down, a=math.sqrt(5), generator=generator)
+            for factor in (self.down, self.mid) if self.tucker else (self.down,):
+                if self.config.init == "gaussian":
+                    nn.init.normal_(factor, std=1 / self.config.rank, generator=generator)
+                else:
+                    nn.init.kaiming_uniform_(factor, a=math.sqrt(5), generator=generator)
             self.up.zero_()
 
-    def delta(self) -> Tensor:
-        return self.scale * (self.up @ self.down.flatten(1)).reshape(self.spec.shape)
+    @staticmethod
+    def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
+        return masked(weights["up"], mask) @ thin_down(weights).flatten(1)
 
-    def forward(self, layer: FrozenLayer, x: Tensor) -> Tensor:
-        dtype = compute_dtype(x)
-        return layer.forward(x) + self.scale * layer.apply_low_rank(x, self.down.to(dtype), self.up.to(dtype))
+    @staticmethod
+    def rank_in(weights: Mapping[str, Tensor]) -> int | None:
+        return weights["down"].shape[0]
+
+    def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
+        dtype = compute_dtype(x, self.up)
+        down, up = thin_down(dict(self.named_parameters())), masked(self.up, mask)
+        return self.scale * layer.apply_low_rank(x, down.to(dtype), up.to(dtype))
+
+    @classmethod
+    def file_tensors(cls, weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
+        """As the base's; `up` gets the 1x1 kernel that LyCORIS, sd-scripts and diffusers expect of a
+        convolution."""
+        tensors = super().file_tensors(weights, config)
+        kernel = (1,) * (weights["down"].ndim - 2)
+        return {**tensors, cls.suffixes["up"]: weights["up"].reshape(*weights["up"].shape, *kernel)}
+
+    @classmethod
+    def from_file_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As the base's; the 1x1 kernel of a convolution's `up` is left out."""
+        weights = super().from_file_tensors(tensors)
+        return {**weights, "up": weights["up"].flatten(1)}
+
+
+def thin_down(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return `down` with the kernel in it: (rank, in, *kernel)."""
+    if "mid" not in weights:
+        return weights["down"]
+    return torch.einsum("r s h w, s i -> r i h w", weights["mid"], weights["down"].flatten(1))
+
+
+def masked(factor: Tensor, mask: Tensor | None) -> Tensor:
+    """Return a factor (n, rank) with its columns multiplied by `mask` (rank,)."""
+    return factor if mask is None else factor * mask.to(factor)
+
+
+def kernel_can_be_decomposed(spec: LayerSpec) -> bool:
+    """Say whether a Tucker decomposition makes sense here: ComfyUI loads it for two-dimensional kernels
+    only."""
+    return spec.kind == "conv2d" and any(side > 1 for side in spec.shape[2:])

@@ -1,0 +1,131 @@
+"""Every method on every kind of layer obeys the laws of docs/design.md section 5."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.training.adapters import draws, for_layer, method_of
+from graft.training.loop import train
+
+from .cases import (
+    LAYERS,
+    METHODS,
+    adapter_config,
+    base_weight,
+    case,
+    fresh_state,
+    merged_output,
+    train_config,
+    trained_case,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+matrix = pytest.mark.parametrize(("method", "kind"), [(m, k) for m in METHODS for k in LAYERS])
+
+
+@matrix
+def test_a_fresh_adapter_changes_nothing(method, kind):
+    layer, adapter, x = case(method, kind)
+    assert torch.equal(adapter(layer, x), layer.forward(x))
+
+
+@matrix
+def test_attached_equals_merged(method, kind):
+    layer, adapter, x = trained_case(method, kind)
+    with torch.no_grad():
+        y, merged, plain = adapter(layer, x), merged_output(layer, adapter, x), layer.forward(x)
+    assert (y - merged).norm() <= 1e-5 * (y - plain).norm()
+
+
+@matrix
+def test_alpha_over_rank_scales_the_difference(method, kind):
+    layer, adapter, _ = trained_case(method, kind)
+    twice = trained_case(method, kind, alpha=2 * adapter_config(method).alpha)[1]
+    twice.load_state_dict(adapter.state_dict())
+    factor = 1.0 if adapter.rank_in(dict(adapter.named_parameters())) is None else 2.0
+    assert torch.allclose(twice.product(), factor * adapter.product(), atol=1e-6)
+
+
+@matrix
+def test_saved_and_read_again_equals_the_adapter(method, kind):
+    _, adapter, _ = trained_case(method, kind)
+    weights = {name: parameter.detach() for name, parameter in adapter.named_parameters()}
+    config = for_layer(adapter.config, "net.layer")
+    tensors = method_of(config).file_tensors(weights, config)
+    cls = method_of(adapter_config(method, init="default"))
+    read = cls.from_file_tensors(tensors)
+    rank = cls.rank_in(read)
+    scale = float(tensors["alpha"]) / rank if rank else 1.0
+    delta = scale * cls.compose(read).reshape(adapter.spec.shape)
+    assert torch.allclose(delta, adapter.product(), atol=1e-6)
+
+
+@matrix
+def test_every_trained_parameter_has_a_gradient(method, kind):
+    layer, adapter, x = trained_case(method, kind)
+    adapter(layer, x).square().sum().backward()
+    for name, parameter in adapter.named_parameters():
+        assert not parameter.requires_grad or parameter.grad.abs().sum() > 0, name
+
+
+@matrix
+def test_the_gradients_are_those_of_the_merged_weight(method, kind):
+    layer, adapter, x = trained_case(method, kind)
+    trained = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
+    ours = torch.autograd.grad(adapter(layer, x).square().sum(), trained)
+    plain = torch.autograd.grad(merged_output(layer, adapter, x).square().sum(), trained)
+    for one, other in zip(ours, plain):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * other.abs().max())
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in LAYERS if kind != "embedding"]
+)  # token ids have no gradient
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradient_of_the_input_is_that_of_the_merged_weight(method, kind):
+    layer, adapter, x = trained_case(method, kind)
+    x.requires_grad_()
+    ours = torch.autograd.grad(adapter(layer, x).square().sum(), x)[0]
+    plain = torch.autograd.grad(merged_output(layer, adapter, x).square().sum(), x)[0]
+    assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-4 * plain.abs().max())
+
+
+@matrix
+def test_dropout_acts_inside_draws_only(method, kind):
+    layer, adapter, x = trained_case(method, kind, dropout=0.4, rank_dropout=0.4, module_dropout=0.2)
+    plain = trained_case(method, kind)[1]
+    assert torch.equal(adapter(layer, x), plain(layer, x))
+    with draws(0, 0):
+        outputs = [adapter(layer, x)]
+    for index in range(1, 16):
+        with draws(0, index):
+            outputs.append(adapter(layer, x))
+    assert any(not torch.equal(output, outputs[0]) for output in outputs[1:])
+    with draws(0, 0):
+        assert torch.equal(adapter(layer, x), outputs[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_in_two_parts_equals_training_at_once(method):
+    denoiser = TinyDenoiser()
+    config = train_config(adapter_config(method))
+    start = fresh_state(denoiser, config)
+    whole = train(denoiser, TinyDataset(), config, start, steps=4)
+    half = train(denoiser, TinyDataset(), config, start, steps=2)
+    rest = train(denoiser, TinyDataset(), config, half, steps=2)
+    assert rest.losses == whole.losses
+    assert all(torch.equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
+    moved = [name for name in whole.weights if not torch.equal(whole.weights[name], start.weights[name])]
+    assert {name for name in whole.weights if name not in moved} == {
+        name for name in whole.weights if name.endswith(("down0", "up0"))
+    }
+
+
+def test_base_weights_are_read_and_never_written():
+    for method in METHODS:
+        layer, adapter, x = trained_case(method, "linear")
+        before = base_weight(layer)
+        adapter(layer, x).sum().backward()
+        assert torch.equal(before, base_weight(layer))

@@ -1,0 +1,211 @@
+"""What AdapterConfig says is what is built: patterns, blocks, learning rates, limits, dropout, and what is
+refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from graft.tests.tiny import FAMILY, TinyDenoiser
+from graft.training.adapters import (
+    build_adapters,
+    draws,
+    initialise,
+    limit_norms,
+    lr_scales,
+    named_parameters,
+    restore_adapters,
+    select,
+)
+from graft.training.config import AdapterConfig, from_dict, to_dict
+
+from .cases import adapter_config, case, fresh_state, train_config, trained_case
+
+SPECS = TinyDenoiser().specs
+
+
+def chosen(**settings):
+    return list(select(SPECS, FAMILY, AdapterConfig(targets="linear", **settings)))
+
+
+def built(**settings):
+    config = AdapterConfig(targets="linear", rank=4, **settings)
+    return build_adapters(select(SPECS, FAMILY, config), config), config
+
+
+def test_the_defaults_are_a_plain_lora_at_strength_one():
+    adapters, _ = built()
+    assert {type(adapter).__name__ for adapter in adapters.values()} == {"LoRA"}
+    assert all(adapter.scale == 1.0 for adapter in adapters.values())
+
+
+def test_a_config_survives_json_with_all_its_patterns():
+    config = AdapterConfig(
+        ranks=(("*.mlp", 8),), lrs=(("re:blocks[.]0.*", 0.5),), algorithms=(("*.mlp", "loha"),)
+    )
+    assert from_dict(AdapterConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert hash(config) == hash(from_dict(AdapterConfig, to_dict(config)))
+
+
+def test_the_first_pattern_that_matches_decides_rank_alpha_and_algorithm():
+    adapters, _ = built(
+        ranks=(("blocks.0.*", 2), ("*", 6)), alphas=(("*.mlp", 3.0),), algorithms=(("blocks.1.mlp", "loha"),)
+    )
+    assert adapters["blocks.0.mlp"].down.shape[0] == 2
+    assert adapters["blocks.1.attn_qkv"].down.shape[0] == 6
+    assert adapters["blocks.0.mlp"].scale == 1.5
+    assert adapters["blocks.1.attn_qkv"].scale == 1.0
+    assert type(adapters["blocks.1.mlp"]).__name__ == "LoHa"
+
+
+@pytest.mark.parametrize(
+    ("ranges", "blocks"),
+    [
+        ("0", {"0"}),
+        ("1-", {"1"}),
+        ("0-1", {"0", "1"}),
+        ("0, 1", {"0", "1"}),
+        ("late", {"1"}),
+        ("early,late", {"0", "1"}),
+    ],
+)
+def test_block_ranges_choose_whole_blocks(ranges, blocks):
+    names = chosen(blocks=ranges)
+    assert {name.split(".")[1] for name in names} == blocks
+    assert all(name.startswith("blocks.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"), [("5", "2 blocks, 0 to 1"), ("x", "write for example"), ("1-0", "2 blocks")]
+)
+def test_block_ranges_that_do_not_exist_are_refused(ranges, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(blocks=ranges)
+
+
+def test_patterns_may_be_regular_expressions():
+    assert chosen(include=("re:blocks\\.[01]\\.mlp",)) == ["blocks.0.mlp", "blocks.1.mlp"]
+    with pytest.raises(ValueError, match="no regular expression"):
+        chosen(include=("re:(",))
+
+
+def test_learning_rates_follow_patterns_and_the_lora_plus_ratio():
+    adapters, config = built(lrs=(("blocks.0.*", 0.5),), lora_plus_ratio=16.0)
+    scales = lr_scales(adapters, config)
+    assert scales["blocks.0.mlp.down"] == 0.5 and scales["blocks.0.mlp.up"] == 8.0
+    assert scales["blocks.1.mlp.down"] == 1.0 and scales["blocks.1.mlp.up"] == 16.0
+    assert scales.keys() == named_parameters(adapters).keys()
+
+
+def test_every_learning_rate_is_plain_by_default():
+    assert set(lr_scales(*built()).values()) == {1.0}
+
+
+@pytest.mark.parametrize("method", ["lora", "lora-tucker", "dora", "loha", "lokr", "lokr-both", "lokr-full"])
+def test_norms_are_limited_and_smaller_ones_left_alone(method):
+    _, adapter, _ = trained_case(method, "conv2d", max_norm=0.5)
+    assert adapter.product().norm() > 0.5
+    assert limit_norms({"a": adapter}, adapter.config) == 1
+    assert adapter.product().norm().item() == pytest.approx(0.5, rel=1e-5)
+    before = {name: p.clone() for name, p in adapter.named_parameters()}
+    assert limit_norms({"a": adapter}, adapter_config(method, max_norm=0.6)) == 0
+    assert all(torch.equal(before[name], p) for name, p in adapter.named_parameters())
+
+
+def test_a_state_restores_every_parameter_of_every_method():
+    for method in ("pissa", "dora", "loha", "lokr-both"):
+        denoiser = TinyDenoiser()
+        state = fresh_state(denoiser, train_config(adapter_config(method)))
+        adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, torch.device("cpu"))
+        assert all(torch.equal(state.weights[name], p) for name, p in named_parameters(adapters).items())
+
+
+@pytest.mark.parametrize("name", ["oft", "boft", "full", "ia3", "glora", "slider", "tread", "locon"])
+def test_methods_of_other_trainers_are_refused_by_name(name):
+    with pytest.raises(
+        ValueError, match=f"{name!r} is not supported .*; choose one of lora, dora, loha, lokr"
+    ):
+        build_adapters(SPECS, AdapterConfig(algorithm=name))
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="'lorra' is unknown; choose one of"):
+        build_adapters(SPECS, AdapterConfig(algorithm="lorra"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"ranks": (("*", 0),)}, "rank must be at least 1"),
+        ({"alpha": -1.0}, "alpha must be positive"),
+        ({"alpha": float("nan")}, "alpha must be positive"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
+        ({"module_dropout": -0.1}, "module_dropout must be"),
+        ({"max_norm": float("inf")}, "max_norm must be positive"),
+        ({"lora_plus_ratio": 0.0}, "learning-rate ratio must be above 0"),
+        ({"lrs": (("*", 0.0),)}, "learning-rate ratio must be above 0"),
+        ({"init": "loftq"}, "choose one of default, gaussian, pissa"),
+        ({"init": "pissa", "algorithm": "loha"}, "is for LoRA"),
+        ({"factor": 1}, "factor must be at least 2"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdapterConfig(**settings)
+
+
+def test_methods_that_start_from_the_base_say_so_when_it_is_missing():
+    for method in ("dora", "pissa"):
+        config = adapter_config(method)
+        with pytest.raises(ValueError, match="base weight"):
+            initialise(build_adapters(select(SPECS, FAMILY, config), config), 0)
+
+
+def test_dora_is_refused_for_one_output_because_loaders_would_misread_it():
+    from graft.training.layer import LayerSpec
+
+    with pytest.raises(ValueError, match="Exclude that layer"):
+        build_adapters({"a": LayerSpec("linear", (1, 8))}, AdapterConfig(algorithm="dora"))
+
+
+def test_dropout_keeps_the_expected_output():
+    layer, adapter, x = trained_case("lora", "linear", dropout=0.5)
+    with torch.no_grad():
+        outputs = []
+        for index in range(2000):
+            with draws(3, index):
+                outputs.append(adapter(layer, x))
+        plain = adapter(layer, x)
+    error = torch.stack(outputs).mean(0) - plain
+    assert error.norm() < 0.1 * (plain - layer.forward(x)).norm()
+
+
+def test_dropout_differs_between_layers_and_repeats_in_a_checkpointed_block():
+    from torch.utils.checkpoint import checkpoint
+
+    layer, adapter, x = trained_case("lora", "linear", dropout=0.5, rank_dropout=0.5)
+    with draws(0, 1):
+        plain = torch.autograd.grad(adapter(layer, x).sum(), adapter.down)[0]
+        again = torch.autograd.grad(checkpoint(adapter, layer, x, use_reentrant=False).sum(), adapter.down)[0]
+        first = adapter(layer, x)
+        layer.name = "another"
+        assert torch.equal(plain, again)
+        assert not torch.equal(first, adapter(layer, x))
+
+
+def test_leaving_a_module_out_gives_the_layer_itself():
+    layer, adapter, x = trained_case("lora", "linear", module_dropout=0.5)
+    with torch.no_grad():
+        plain, left_out = layer.forward(x), 0
+        for index in range(200):
+            with draws(0, index):
+                left_out += bool(torch.equal(adapter(layer, x), plain))
+    assert 70 < left_out < 130
+
+
+def test_a_fresh_gaussian_start_has_the_deviation_of_peft():
+    _, adapter, _ = case("lora-gaussian", "linear", rank=64)
+    assert adapter.down.std().item() == pytest.approx(1 / 64, rel=0.1)

@@ -1,0 +1,124 @@
+"""Which layers are trained, and with which settings each: patterns over module paths, block ranges, per-layer
+values."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from ..config import AdapterConfig
+from ..family import Family
+from ..layer import LayerSpec
+
+T = TypeVar("T")
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "all": ("linear", "conv1d", "conv2d"),
+    "everything": ("linear", "conv1d", "conv2d", "embedding"),
+}
+"""Layer kinds a target preset takes; linear alone where it is not listed."""
+
+PARTS: Mapping[str, tuple[int, int]] = {"early": (0, 1), "middle": (1, 2), "late": (2, 3)}
+"""Thirds of the model, for `AdapterConfig.blocks`."""
+
+
+def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> dict[str, LayerSpec]:
+    """Return the layers to train, by module path, in the model's order.
+
+    Raises ValueError when the preset is unknown or nothing matches, with names that exist.
+    """
+    if config.targets not in family.targets:
+        raise ValueError(
+            f"targets: {family.name} has no preset {config.targets!r}; "
+            f"choose one of {', '.join(family.targets)}."
+        )
+    kinds = KINDS.get(config.targets, ("linear",))
+    preset = family.targets[config.targets]
+    candidates = {n: s for n, s in specs.items() if s.kind in kinds and matches(n, preset)}
+    included = {n: s for n, s in candidates.items() if not config.include or matches(n, config.include)}
+    if config.blocks:
+        inside = in_blocks(specs, family, config.blocks)
+        included = {n: s for n, s in included.items() if n in inside}
+    chosen = {n: s for n, s in included.items() if not matches(n, config.exclude)}
+    if not chosen:
+        names = list(candidates or specs)
+        examples = ", ".join(names[:: max(1, len(names) // 8)][:8])
+        within = f", blocks {config.blocks!r}" if config.blocks else ""
+        raise ValueError(
+            f"no layer is left to train: targets {config.targets!r}, include {list(config.include)}, exclude "
+            f"{list(config.exclude)}{within} match none of the {len(names)} layers. "
+            f"Layers are named like {examples}."
+        )
+    return chosen
+
+
+def for_layer(config: AdapterConfig, path: str) -> AdapterConfig:
+    """Return the settings of the layer at `path`: its algorithm, rank and alpha, with no patterns left for
+    them."""
+    return dataclasses.replace(
+        config,
+        algorithm=first_match(path, config.algorithms, config.algorithm),
+        rank=first_match(path, config.ranks, config.rank),
+        alpha=first_match(path, config.alphas, config.alpha),
+        algorithms=(),
+        ranks=(),
+        alphas=(),
+    )
+
+
+def first_match(path: str, rules: Iterable[tuple[str, T]], default: T) -> T:
+    """Return the value of the first rule whose pattern matches `path`."""
+    return next((value for pattern, value in rules if matches(path, (pattern,))), default)
+
+
+def in_blocks(specs: Mapping[str, LayerSpec], family: Family, ranges: str) -> set[str]:
+    """Return the layers inside the model's repeated blocks that `ranges` names; see `AdapterConfig.blocks`.
+
+    Raises ValueError when the text cannot be read, or names a block that the model does not have.
+    """
+    block_of = {name: block for name in specs if (block := _block(name, family.blocks))}
+    blocks = list(dict.fromkeys(block_of.values()))
+    wanted = {blocks[index] for part in ranges.split(",") for index in _indices(part.strip(), len(blocks))}
+    return {name for name, block in block_of.items() if block in wanted}
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Say whether any pattern matches: a glob, or after "re:" a regular expression over the whole path."""
+    return any(_matches(path, pattern) for pattern in patterns)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    if not pattern.startswith("re:"):
+        return fnmatchcase(path, pattern)
+    try:
+        return re.fullmatch(pattern[3:], path) is not None
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+
+
+def _block(name: str, globs: Iterable[str]) -> str | None:
+    """Return the part of a layer's path that names its block."""
+    for glob in globs:
+        head = ".".join(name.split(".")[: glob.count(".") + 1])
+        if head != name and fnmatchcase(head, glob):
+            return head
+    return None
+
+
+def _indices(part: str, count: int) -> range:
+    if part in PARTS:
+        first, last = PARTS[part]
+        return range(round(first * count / 3), round(last * count / 3))
+    found = re.fullmatch(r"(\d+)(?:\s*(-)\s*(\d*))?", part)
+    if not found:
+        raise ValueError(
+            f"blocks: {part!r} is no block range; write for example '0-11, 18, 30-', or early, middle, late."
+        )
+    first = int(found[1])
+    last = int(found[3]) if found[3] else count - 1 if found[2] else first
+    if not first <= last < count:
+        raise ValueError(f"blocks: {part!r} is not within the model's {count} blocks, 0 to {count - 1}.")
+    return range(first, last + 1)
