@@ -51,6 +51,11 @@ def test_limits_that_leave_no_bucket_say_so():
         bucket_sizes(32, step=64)
 
 
+def test_a_larger_step_makes_fewer_buckets_that_still_fit_the_model():
+    found = {buckets_for(*size, BucketConfig(step=40), step=16)[0] for size in sizes(300)}
+    assert all(side % 80 == 0 for bucket in found for side in bucket) and len(found) < 30
+
+
 def test_several_resolutions_give_each_image_a_bucket_at_each():
     config = BucketConfig(resolutions=(512, 1024))
     assert buckets_for(300, 300, config, step=64) == [(512, 512), (1024, 1024)]

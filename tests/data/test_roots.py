@@ -90,15 +90,3 @@ def test_the_printed_lines_mean_that_folder_to_a_yaml_reader(folder):
     read = yaml.safe_load(yaml_lines(folder))["graft"]
     slash = "\\" if "\\" in folder else "/"
     assert read["base_path"] + slash + read["graft_datasets"] == folder
-
-
-@pytest.mark.comfy
-def test_comfyui_registers_the_printed_lines(tmp_path, monkeypatch):
-    pytest.importorskip("folder_paths", reason="needs ComfyUI on the path")
-    import folder_paths
-    from utils.extra_config import load_extra_path_config
-
-    (tmp_path / "extra.yaml").write_text(yaml_lines(tmp_path / "photos"))
-    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {})
-    load_extra_path_config(str(tmp_path / "extra.yaml"))
-    assert folder_paths.get_folder_paths("graft_datasets") == [str(tmp_path / "photos")]

@@ -8,8 +8,9 @@
     batch = dataset.batch(4, seed=0, index=17)
 
 Beside them: `fingerprint(folder, config)` notices edits without opening a file, `list_datasets(roots)` fills
-a menu, `Store(cache_dir)` reports and cleans the cache.
-Read in the order of the first line; `config.py` says what can be set.
+a menu, `summary(images)`, `report(dataset)` and `preview(images, step=...)` tell a person what is trained,
+and `Store(cache_dir)` measures and cleans the cache. Read in the order of the first line; `config.py` says
+what can be set.
 """
 
 from .batch import EncodedDataset
@@ -17,6 +18,8 @@ from .cache import encode
 from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, ValidationConfig
 from .folder import fingerprint, scan
 from .memory import from_images
+from .preview import preview
+from .report import report, summary
 from .roots import list_datasets, resolve_dataset
 from .samples import ImageSet, Sample, Skipped, join
 from .store import CacheReport, Store
@@ -39,6 +42,9 @@ __all__ = [
     "from_images",
     "join",
     "list_datasets",
+    "preview",
+    "report",
     "resolve_dataset",
     "scan",
+    "summary",
 ]

@@ -102,6 +102,7 @@ def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> 
 
     One a resolution, or only the largest that needs no enlarging.
     """
+    step = math.lcm(step, config.step or step)
     resolutions = sorted(config.resolutions)
     if not config.each:
         fitting = [r for r in resolutions if r * r <= width * height]

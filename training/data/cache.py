@@ -149,7 +149,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             ]
             content, buckets = bytes(16), []
             try:
-                content, mask = content_of(source, sample, hashes)
+                content, mask = content_of(source, sample, hashes.of)
                 buckets = views_for(*size, content[:8].hex(), source.config, step=work.step)
             except ValueError as error:  # BadImage, or no bucket for this size
                 bad[number] = str(error)

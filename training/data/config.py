@@ -67,6 +67,8 @@ class BucketConfig:
 
     Every image at each of them. Otherwise only at the largest that needs no enlarging.
     """
+    step: int = 0
+    """Sides are multiples of this many pixels; 0 is the model's own. Larger: fewer, fuller buckets."""
     square: bool = False
     """Crop everything to a square instead of the nearest aspect ratio."""
     min_side: int = 0
@@ -86,6 +88,7 @@ class BucketConfig:
         _require(
             len(set(self.resolutions)) == len(self.resolutions), f"resolutions repeat: {self.resolutions}."
         )
+        _require(0 <= self.step <= 1024, f"bucket step must be 0 to 1024 pixels, got {self.step}.")
         _require(
             self.min_side >= 0 and self.max_side >= 0,
             "the bucket's shortest and longest side must not be negative.",

@@ -84,7 +84,7 @@ def scan(
     for done, (folder, file) in enumerate(images):
         on_progress(done, len(images), "Reading the folder")
         try:
-            table._append(_sample(root, folder, file, captions, config))
+            table.append(_sample(root, folder, file, captions, config))
         except BadImage as error:
             bad.append(Skipped(folder.name_of(file), str(error)))
     on_progress(len(images), len(images), "Reading the folder")

@@ -18,6 +18,15 @@ from types import TracebackType
 _RACY_NS = 3_000_000_000  # FAT keeps dates to two seconds
 
 
+def file_digest(path: Path) -> bytes:
+    """Return the 16-byte digest of a file's content. Raises OSError if it cannot be read."""
+    state = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            state.update(block)
+    return state.digest()
+
+
 class ContentHashes:
     """Context manager over a small SQLite file; without it (read-only folder), files are read each time."""
 
@@ -61,19 +70,16 @@ class ContentHashes:
             self._known = None
 
     def of(self, path: Path) -> bytes:
-        """Return the 16-byte digest of a file's content. Raises OSError if it cannot be read."""
+        """Return a file's digest, remembered or anew. Raises OSError if it cannot be read."""
         info = path.stat()
         name = os.fsencode(os.path.abspath(path))
         stamp = f"{info.st_size}:{info.st_mtime_ns}"
         if (digest := self._recall(name, stamp)) is not None:
             return digest
-        state = hashlib.blake2b(digest_size=16)
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                state.update(block)
+        digest = file_digest(path)
         if time.time_ns() - info.st_mtime_ns > _RACY_NS:
-            self._remember(name, stamp, state.digest())
-        return state.digest()
+            self._remember(name, stamp, digest)
+        return digest
 
     def _recall(self, name: bytes, stamp: str) -> bytes | None:
         if self._known is None:

@@ -40,7 +40,7 @@ def from_images(
         weights = weights * len(pixels)
     table = SampleTable()
     for number, (image, text) in enumerate(zip(pixels, texts, strict=True)):
-        table._append(_sample(number, image, text.strip(), config))
+        table.append(_sample(number, image, text.strip(), config))
     return ImageSet(table, (Source(config, None, tuple(pixels), tuple(weights)),))
 
 

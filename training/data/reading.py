@@ -8,11 +8,12 @@ kept.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from pathlib import Path
 
 from PIL.Image import Image
 from torch import Tensor
 
-from .hashes import ContentHashes
 from .image import Picture, mask_from_array, picture_from_array, read_mask, read_picture
 from .image_file import BadImage
 from .samples import IN_MEMORY, Sample, Source
@@ -39,10 +40,10 @@ def open_sample(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
     return picture, mask
 
 
-def content_of(source: Source, sample: Sample, hashes: ContentHashes) -> tuple[bytes, bytes]:
+def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) -> tuple[bytes, bytes]:
     """Return 16-byte digests of what the image and its mask hold; the mask's is empty if there is none.
 
-    Raises BadImage if a file is gone, unreadable or not the one that was scanned.
+    `digest` makes a file's. Raises BadImage if a file is gone, unreadable or not the one that was scanned.
     """
     if source.root is None:
         number = _number(sample)
@@ -51,8 +52,8 @@ def content_of(source: Source, sample: Sample, hashes: ContentHashes) -> tuple[b
     else:
         try:
             _require_unchanged(source, sample)
-            image = hashes.of(source.path(sample.name))
-            mask = hashes.of(source.path(sample.mask)) if sample.mask else b""
+            image = digest(source.path(sample.name))
+            mask = digest(source.path(sample.mask)) if sample.mask else b""
         except OSError as error:
             raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
     if not mask and sample.has_alpha and source.config.mask.source in _ALPHA:

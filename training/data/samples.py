@@ -6,12 +6,16 @@ A million `Sample` objects would take half a gigabyte, so an `ImageSet` keeps pa
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .config import DatasetConfig
@@ -73,15 +77,15 @@ class Source:
 
 
 class Strings(Sequence[str]):
-    """Immutable list of strings in one block of UTF-8: about 8 bytes a string on top of its text."""
+    """List of strings in one block of UTF-8: about 8 bytes a string on top of its text."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self._text = bytearray()
         self._ends = array("q")
         for string in strings:
-            self._append(string)
+            self.append(string)
 
-    def _append(self, string: str) -> None:
+    def append(self, string: str) -> None:
         # File names may hold bytes that are no valid UTF-8; Python keeps them as lone surrogates.
         self._text += string.encode("utf-8", "surrogatepass")
         self._ends.append(len(self._text))
@@ -105,13 +109,12 @@ class Strings(Sequence[str]):
         return len(self._text) + self._ends.itemsize * len(self._ends)
 
 
-_NUMBERS = (
-    8  # width, height, repeats, bytes, mtime, source, alpha, count of captions up to and with this sample
-)
+_COLUMNS = ("width", "height", "repeats", "bytes", "mtime_ns", "source", "has_alpha", "captions_end")
+_NUMBERS = len(_COLUMNS)
 
 
 class SampleTable(Sequence[Sample]):
-    """Immutable list of samples in packed columns."""
+    """List of samples in packed columns; once built, it does not change."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self.names = Strings()
@@ -119,13 +122,14 @@ class SampleTable(Sequence[Sample]):
         self._captions = Strings()
         self._numbers = array("q")
         for sample in samples:
-            self._append(sample)
+            self.append(sample)
 
-    def _append(self, sample: Sample) -> None:
-        self.names._append(sample.name)
-        self._masks._append(sample.mask)
+    def append(self, sample: Sample) -> None:
+        """Add a sample; only whoever builds the table calls this."""
+        self.names.append(sample.name)
+        self._masks.append(sample.mask)
         for caption in sample.captions:
-            self._captions._append(caption)
+            self._captions.append(caption)
         self._numbers.extend(
             (sample.width, sample.height, sample.repeats, sample.bytes, sample.mtime_ns, sample.source)
         )
@@ -161,6 +165,10 @@ class SampleTable(Sequence[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
+    def column(self, name: str) -> NDArray[np.int64]:
+        """Return a number of all samples as (samples,), without copying."""
+        return np.frombuffer(self._numbers, np.int64).reshape(-1, _NUMBERS)[:, _COLUMNS.index(name)]
+
     @property
     def nbytes(self) -> int:
         columns = (self.names, self._masks, self._captions)
@@ -185,22 +193,42 @@ class ImageSet:
         return self.sources[sample.source]
 
 
-def join(sets: Sequence[ImageSet]) -> ImageSet:
-    """Return the images of several sets as one; each keeps its own settings, repeats and weight."""
+def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
+    """Return the images of several sets as one; each keeps its own settings, repeats and loss weight.
+
+    `shares` say how much of an epoch each set should fill, whatever its number of images: (1, 1) is half and
+    half. Repeats are multiplied by whole numbers that come within 5 % of that, or as near as sixteen times
+    allow. Raises ValueError if there is no set, or not one positive share for each.
+    """
     if not sets:
         raise ValueError("no datasets to join; connect at least one.")
+    visits = [int(images.samples.column("repeats").sum()) for images in sets]
+    times = _multipliers(visits, shares) if shares else [1] * len(sets)
     sources: list[Source] = []
     table = SampleTable()
-    for images in sets:
+    ignored: Counter[str] = Counter()
+    for images, factor in zip(sets, times, strict=True):
         for sample in images.samples:
-            table._append(replace(sample, source=sample.source + len(sources)))
+            table.append(
+                replace(sample, source=sample.source + len(sources), repeats=sample.repeats * factor)
+            )
         sources.extend(images.sources)
-    ignored: dict[str, int] = {}
-    for images in sets:
-        for extension, count in images.ignored:
-            ignored[extension] = ignored.get(extension, 0) + count
+        ignored.update(dict(images.ignored))
     skipped = tuple(bad for images in sets for bad in images.skipped)
     return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())))
+
+
+def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Return a whole number for each set, so that visits x number is about in proportion to the shares."""
+    if len(shares) != len(visits) or not all(0 < share < math.inf for share in shares):
+        raise ValueError(f"{len(visits)} datasets need {len(visits)} positive shares, got {list(shares)}.")
+    wanted = [share / count for share, count in zip(shares, visits, strict=True)]
+    found = []
+    for base in range(1, 17):
+        times = [max(1, round(base * ratio / min(wanted))) for ratio in wanted]
+        rates = [number / ratio for number, ratio in zip(times, wanted, strict=True)]
+        found.append((max(rates) / min(rates), times))
+    return next((times for error, times in found if error <= 1.05), min(found)[1])
 
 
 def bad_files_error(bad: Sequence[Skipped], what: str) -> ValueError:

@@ -1,0 +1,92 @@
+"""What the model will see, as a picture: images with their crop, bucket and caption as trained."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from .augment import View, views_for
+from .caption import variations
+from .hashes import file_digest
+from .reading import content_of, open_sample
+from .samples import ImageSet, Sample
+
+_PAPER, _INK, _FRAME = (24, 24, 24), (230, 230, 230), (255, 176, 0)
+_MARGIN, _LINE, _LINES = 8, 15, 6
+
+
+def preview(images: ImageSet, *, step: int, count: int = 16, columns: int = 4, cell: int = 320) -> Tensor:
+    """Draw images spread evenly over the set, each whole, with what is cropped away or masked out darkened.
+
+    `step` is the encoder's `bucket_step`, `cell` a picture's width in pixels. Below each: bucket, share cut
+    off, enlarging, and the first caption as the text encoder gets it. Returns (1, H, W, 3) float32 in 0..1.
+    """
+    chosen = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)).tolist()
+    cells = [_cell(images, images.samples[number], step, cell) for number in chosen]
+    columns = min(columns, len(cells))
+    rows = -(-len(cells) // columns)
+    width, height = cells[0].size
+    grid = Image.new("RGB", (columns * width, rows * height), _PAPER)
+    for place, drawn in enumerate(cells):
+        grid.paste(drawn, (place % columns * width, place // columns * height))
+    return torch.from_numpy(np.asarray(grid).astype(np.float32) / 255)[None]
+
+
+def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image:
+    """Return one image with its crop above its text."""
+    source = images.source(sample)
+    drawn = Image.new("RGB", (cell + 2 * _MARGIN, cell + 3 * _MARGIN + _LINE * _LINES), _PAPER)
+    text = variations(sample.captions, source.config)[0] or "(empty caption)"
+    try:
+        content, _ = content_of(source, sample, file_digest)
+        buckets = views_for(sample.width, sample.height, content[:8].hex(), source.config, step=step)
+        picture, mask = open_sample(source, sample)
+    except ValueError as error:  # BadImage, or no bucket for this size
+        _write(drawn, [sample.name, f"cannot be used: {error}"], cell)
+        return drawn
+    views = [bucket[0] for bucket in buckets]
+    scale = cell / max(sample.width, sample.height)
+    size = (max(1, round(sample.width * scale)), max(1, round(sample.height * scale)))
+    pixels = picture.crop((0, 0, sample.width, sample.height), size)
+    if mask is not None:
+        weights = np.asarray(mask.resize(size), np.float32)[:, :, None] / np.float32(255)
+        pixels = pixels * (np.float32(0.35) + np.float32(0.65) * weights)
+    image = _with_crop(Image.fromarray((pixels * 255).astype(np.uint8)), views[-1], scale)
+    drawn.paste(image, (_MARGIN + (cell - size[0]) // 2, _MARGIN + (cell - size[1]) // 2))
+    _write(drawn, [sample.name, *(_fit(view, sample) for view in views[-2:]), text], cell)
+    return drawn
+
+
+def _with_crop(image: Image.Image, view: View, scale: float) -> Image.Image:
+    """Return the image with everything outside the crop darkened and a frame around the crop."""
+    left, top, right, bottom = (round(side * scale) for side in view.crop.box)
+    box = (left, top, max(right, left + 1), max(bottom, top + 1))
+    shown = image.point(lambda value: value // 3)
+    shown.paste(image.crop(box), box[:2])
+    ImageDraw.Draw(shown).rectangle((box[0], box[1], box[2] - 1, box[3] - 1), outline=_FRAME, width=2)
+    return shown
+
+
+def _fit(view: View, sample: Sample) -> str:
+    width, height = view.crop.bucket
+    cut = view.crop.cut_off(sample.width, sample.height)
+    enlarged = f", enlarged {view.crop.scale:.2f} x" if view.crop.scale > 1 else ""
+    return f"{sample.width} x {sample.height} -> {width} x {height}, {cut:.0%} cut off{enlarged}"
+
+
+def _write(drawn: Image.Image, lines: Sequence[str], cell: int) -> None:
+    pen, font = ImageDraw.Draw(drawn), ImageFont.load_default()
+    wrapped = [part for line in lines for part in textwrap.wrap(line, cell // 6) or [""]]
+    if len(wrapped) > _LINES:
+        wrapped = [*wrapped[: _LINES - 1], wrapped[_LINES - 1][: cell // 6 - 3] + "..."]
+    for number, line in enumerate(wrapped):
+        place = (_MARGIN, cell + 2 * _MARGIN + number * _LINE)
+        try:
+            pen.text(place, line, fill=_INK, font=font)
+        except UnicodeEncodeError:  # Pillow without FreeType draws Latin letters only
+            pen.text(place, line.encode("latin-1", "replace").decode("latin-1"), fill=_INK, font=font)

@@ -1,0 +1,93 @@
+"""A dataset in words.
+
+How many images, in which buckets, how often each is seen, what was cut off or left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .batch import EncodedDataset
+from .samples import ImageSet, Skipped
+
+
+def summary(images: ImageSet) -> str:
+    """Return what a scan found.
+
+    Images and repeats by folder, other files, and every file that was left out.
+    """
+    table = images.samples
+    lines = []
+    for place, source in enumerate(images.sources):
+        repeats = table.column("repeats")[table.column("source") == place]
+        kind = " for regularisation" if source.config.regularisation else ""
+        lines.append(
+            f"Folder {source.title}: {len(repeats)} images{kind}, each {_span(repeats)} times, "
+            f"loss weight {source.config.weight:g}"
+        )
+    if images.ignored:
+        others = ", ".join(
+            f"{count} {extension or 'without extension'}" for extension, count in images.ignored
+        )
+        lines.append(f"Not images: {others}")
+    return "\n".join([*lines, *_skipped(images.skipped)])
+
+
+def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
+    """Return what is trained: images, buckets, steps per epoch, what is cropped, enlarged and left out."""
+    index, entries = dataset.index, dataset.entries
+    samples = np.unique(index.sample[entries])
+    texts = int((index.text_start[samples + 1] - index.text_start[samples]).sum())
+    lines = [
+        f"{len(samples)} images with {texts} captions; an epoch has {dataset.visits} showings "
+        f"in {dataset.steps_per_epoch(batch_size)} steps of {batch_size}"
+    ]
+    for place, source in enumerate(dataset.images.sources):
+        chosen = entries[index.source[index.sample[entries]] == place]
+        share = index.repeats[chosen].sum() / max(index.repeats[entries].sum(), 1)
+        kind = " (regularisation)" if source.config.regularisation else ""
+        lines.append(
+            f"Folder {source.title}{kind}: {len(np.unique(index.sample[chosen]))} images, "
+            f"each {_span(index.repeats[chosen])} times, {share:.0%} of an epoch, "
+            f"loss weight {source.config.weight:g}"
+        )
+    for place, (width, height) in sorted(enumerate(index.buckets), key=lambda item: item[1]):
+        count = int((index.bucket[entries] == place).sum())
+        if count:
+            visits = int(dataset.order.visits[place])
+            steps = -(-visits // batch_size)
+            lines.append(f"Bucket {width} x {height}: {count} images, {visits} showings in {steps} steps")
+    lines += _fitting(dataset)
+    return "\n".join([*lines, *_skipped(dataset.skipped)])
+
+
+def _fitting(dataset: EncodedDataset) -> list[str]:
+    """Return how much of the images is cut off, and which are enlarged."""
+    index, entries = dataset.index, dataset.entries
+    sizes = index.sizes[index.sample[entries]].astype(np.float64)
+    buckets = np.array(index.buckets, np.float64)[index.bucket[entries]]
+    scales = (buckets / sizes).max(axis=1)
+    cut = 1 - (buckets / scales[:, None] / sizes).prod(axis=1)
+    worst = _name(dataset, int(cut.argmax()))
+    lines = [f"Cropping cuts off {cut.mean():.1%} on average, at most {cut.max():.1%} ({worst})"]
+    if enlarged := int((scales > 1).sum()):
+        worst = _name(dataset, int(scales.argmax()))
+        lines.append(f"Enlarged: {enlarged} images, at most {scales.max():.2f} times ({worst})")
+    return lines
+
+
+def _name(dataset: EncodedDataset, position: int) -> str:
+    return dataset.images.samples.names[int(dataset.index.sample[dataset.entries[position]])]
+
+
+def _skipped(skipped: Sequence[Skipped]) -> list[str]:
+    return [f"Left out: {len(skipped)}"] * bool(skipped) + [f"  {bad.name}: {bad.reason}" for bad in skipped]
+
+
+def _span(values: NDArray[Any]) -> str:
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    return str(low) if low == high else f"{low} to {high}"
