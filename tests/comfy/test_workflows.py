@@ -1,0 +1,139 @@
+"""Every shipped workflow: its editor form and its API form are the same graph, and fit the nodes as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import graft
+
+FOLDER = Path(graft.__file__).parent / "example_workflows"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+WIDGETS = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN"}
+NOTES = {"Note", "MarkdownNote"}
+FILES = {"model", "text_encoder_1", "text_encoder_2", "text_encoder_3", "vae", "folder", "lora_name", "ckpt_name"}
+"""Combos over the reader's own files."""
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request):
+    """The workflow in both forms."""
+    return load(FOLDER / f"{request.param}.json"), load(FOLDER / "api" / f"{request.param}.json")
+
+
+@pytest.fixture
+def schemas(graft_nodes):
+    return {name: schema(node) for name, node in graft_nodes.items()}
+
+
+def load(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def schema(node):
+    """What /object_info says of a node: inputs in widget order, types of the outputs and their names."""
+    if hasattr(node, "GET_NODE_INFO_V1"):
+        node.GET_SCHEMA()
+    given, kinds = node.INPUT_TYPES(), list(node.RETURN_TYPES)
+    inputs = {**given.get("required", {}), **given.get("optional", {})}
+    names = [name or kind for name, kind in zip(getattr(node, "RETURN_NAMES", None) or kinds, kinds)]
+    return {"inputs": inputs, "required": set(given.get("required", {})), "outputs": kinds, "names": names}
+
+
+def kind_of(spec):
+    return "COMBO" if isinstance(spec[0], (list, tuple)) else spec[0]
+
+
+def options_of(spec):
+    return spec[1] if len(spec) > 1 else {}
+
+
+def widgets(node_schema):
+    """Names of the values in `widgets_values`, None for the extra value behind a seed."""
+    for name, spec in node_schema["inputs"].items():
+        if kind_of(spec) in WIDGETS and not options_of(spec).get("forceInput"):
+            yield name
+            if options_of(spec).get("control_after_generate"):
+                yield None
+
+
+def graph_nodes(workflow):
+    return {node["id"]: node for node in workflow["nodes"] if node["type"] not in NOTES}
+
+
+def to_api(workflow, schemas):
+    """The API form of an editor workflow, as the frontend would send it."""
+    links = {link[0]: link for link in workflow["links"]}
+    prompt = {}
+    for key, node in graph_nodes(workflow).items():
+        values = dict(zip(widgets(schemas[node["type"]]), node["widgets_values"], strict=True))
+        values.pop(None, None)
+        for slot in node["inputs"]:
+            if slot["link"] is not None:
+                values[slot["name"]] = [str(links[slot["link"]][1]), links[slot["link"]][2]]
+        prompt[str(key)] = {"class_type": node["type"], "_meta": {"title": node["title"]}, "inputs": values}
+    return prompt
+
+
+def test_every_workflow_has_both_forms():
+    assert NAMES and NAMES == sorted(path.stem for path in (FOLDER / "api").glob("*.json"))
+
+
+def test_the_editor_form_is_the_api_form(pair, schemas):
+    editor, api = pair
+    assert to_api(editor, schemas) == api
+
+
+def test_every_link_joins_slots_of_one_type_on_both_ends(pair, schemas):
+    editor, _ = pair
+    nodes = graph_nodes(editor)
+    for number, source, output, target, slot, kind in editor["links"]:
+        start, end = nodes[source]["outputs"][output], nodes[target]["inputs"][slot]
+        accepted = kind_of(schemas[nodes[target]["type"]]["inputs"][end["name"]]).split(",")
+        assert schemas[nodes[source]["type"]]["outputs"][output] == start["type"] == kind and kind in accepted
+        assert number in start["links"] and end["link"] == number
+    used = [slot["link"] for node in nodes.values() for slot in node["inputs"] if slot["link"] is not None]
+    assert sorted(used) == sorted(link[0] for link in editor["links"])
+
+
+def test_slots_and_values_are_those_of_the_schemas(pair, schemas):
+    editor, api = pair
+    for key, node in graph_nodes(editor).items():
+        known, given = schemas[node["type"]], api[str(key)]["inputs"]
+        assert {slot["name"] for slot in node["inputs"]} == set(known["inputs"])
+        assert [slot["name"] for slot in node["outputs"]] == known["names"]
+        assert known["required"] <= set(given)
+        for name, value in given.items():
+            if not isinstance(value, list):
+                check_value(name, value, known["inputs"][name])
+
+
+def check_value(name, value, spec):
+    kind, options = kind_of(spec), options_of(spec)
+    if kind == "COMBO" and name not in FILES:
+        assert value in (spec[0] if isinstance(spec[0], (list, tuple)) else options["options"]), name
+    if kind in ("INT", "FLOAT"):
+        assert options.get("min", value) <= value <= options.get("max", value), name
+
+
+def test_nodes_say_which_pack_they_come_from(pair):
+    for node in graph_nodes(pair[0]).values():
+        pack = "graft-lora" if node["type"].startswith("Graft") else "comfy-core"
+        assert node["properties"]["cnr_id"] == pack
+
+
+def test_no_two_nodes_overlap_and_each_lies_in_a_group(pair):
+    boxes = [(*node["pos"], *node["size"]) for node in pair[0]["nodes"]]
+    for number, (x, y, width, height) in enumerate(boxes):
+        for a, b, c, d in boxes[number + 1 :]:
+            assert x + width <= a or a + c <= x or y + height <= b - 30 or b + d <= y - 30
+    for node in graph_nodes(pair[0]).values():
+        assert any(inside(node, group["bounding"]) for group in pair[0]["groups"]), node["title"]
+
+
+def inside(node, bounding):
+    left, top, width, height = bounding
+    (x, y), (w, h) = node["pos"], node["size"]
+    return left <= x and top <= y and x + w <= left + width and y + h <= top + height
