@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from .base_model import LoadBaseModel
-from .dataset import EncodeDataset, LoadDataset
+from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
 from .lora import BuildLora
 from .output import LoadTrainingState, SaveLora, SaveTrainingState
-from .settings import MemorySettings, ObjectiveSettings, OptimizerSettings
+from .settings import DatasetSettingsNode, MemorySettings, ObjectiveSettings, OptimizerSettings
 from .tools import ValidationLoss
 from .train import TrainSteps
 
 ALL_NODES = [
     LoadBaseModel,
     LoadDataset,
+    DatasetFromImages,
+    DatasetSettingsNode,
+    JoinDatasets,
+    PreviewDataset,
     EncodeDataset,
+    SplitDataset,
     BuildLora,
     OptimizerSettings,
     ObjectiveSettings,

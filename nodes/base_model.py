@@ -10,7 +10,9 @@ from .sockets import schema
 
 
 class LoadBaseModel(io.ComfyNode):
-    """One node for a checkpoint, or for a diffusion model with its text encoders and VAE in files of their own."""
+    """One node for a checkpoint, or for a diffusion model with its text encoders and VAE in files of their
+    own.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -24,7 +26,8 @@ class LoadBaseModel(io.ComfyNode):
                 io.Combo.Input(
                     "model",
                     options=loading.model_files(),
-                    tooltip="The base: a .safetensors file from models/checkpoints or models/diffusion_models.",
+                    tooltip="The base: a .safetensors file from models/checkpoints or "
+                    "models/diffusion_models.",
                 ),
                 *(
                     io.Combo.Input(
@@ -32,7 +35,8 @@ class LoadBaseModel(io.ComfyNode):
                         options=encoders,
                         default=loading.FROM_CHECKPOINT,
                         optional=True,
-                        tooltip="A text encoder file, where the checkpoint holds none: CLIP-L, then CLIP-G or T5.",
+                        tooltip="A text encoder file, where the checkpoint holds none: CLIP-L, then CLIP-G "
+                        "or T5.",
                     )
                     for number in (1, 2, 3)
                 ),
@@ -48,7 +52,8 @@ class LoadBaseModel(io.ComfyNode):
                     options=["auto", "bf16", "fp16", "fp32"],
                     default="auto",
                     optional=True,
-                    tooltip="Number format the weights are kept in; auto is ComfyUI's choice for this file and device.",
+                    tooltip="Number format the weights are kept in; auto is ComfyUI's choice for this file "
+                    "and device.",
                 ),
             ],
             outputs=[io.Model.Output("MODEL"), io.Clip.Output("CLIP"), io.Vae.Output("VAE")],

@@ -1,18 +1,60 @@
-"""Load Dataset and Encode Dataset: from a folder of captioned images to latents and conditioning."""
+"""From a folder, or from images in the graph, to latents and conditioning."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
 
+from ..training import data
 from ..training.comfy import paths
 from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.encoder import ComfyEncoder
 from ..training.comfy.session import progress_bar
-from ..training.data import encode, fingerprint, list_datasets, resolve_dataset, scan
-from ..training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig
-from .sockets import Dataset, schema
+from ..training.data.config import DatasetConfig, ValidationConfig
+from .sockets import Dataset, DatasetSettings, schema
+
+
+def _common_inputs() -> list[Any]:
+    """Return the widgets that Load Dataset and Dataset From Images share."""
+    return [
+        io.String.Input(
+            "resolution",
+            default="1024",
+            tooltip="Pixels: pictures are brought to about resolution x resolution, each at its own aspect "
+            "ratio. "
+            "Several, like 512, 1024, train at each.",
+        ),
+        io.String.Input(
+            "trigger",
+            default="",
+            tooltip="A word of your own that will call up what is learnt: put before every caption, or "
+            "where it says "
+            "[trigger].",
+        ),
+        io.Combo.Input(
+            "missing_captions",
+            options=["error", "empty", "trigger"],
+            default="error",
+            tooltip="What to do with an image that has no caption.",
+        ),
+        io.Int.Input(
+            "repeats", default=1, min=1, max=1000, tooltip="How often each image is seen in an epoch."
+        ),
+        io.Float.Input(
+            "caption_dropout",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            tooltip="Share of the time an image is shown without its caption; 0.05 to 0.1 keeps guidance "
+            "working.",
+        ),
+        io.Boolean.Input(
+            "flip", default=False, tooltip="Show mirrored pictures too. Not for text or faces with a parting."
+        ),
+    ]
 
 
 class LoadDataset(io.ComfyNode):
@@ -23,86 +65,147 @@ class LoadDataset(io.ComfyNode):
         return schema(
             node_id="GraftLoadDataset",
             display_name="Load Dataset",
-            description="A folder of images in ComfyUI's input directory, each with its caption in a .txt of the same name.",
+            description="A folder of images in ComfyUI's input directory, each with its caption in a .txt "
+            "of the same name.",
             search_aliases=["graft", "images", "captions", "folder"],
             inputs=[
                 io.Combo.Input(
                     "folder",
-                    options=list_datasets(paths.dataset_roots()),
+                    options=data.list_datasets(paths.dataset_roots()),
                     tooltip="A folder in ComfyUI's input directory, or one registered as graft_datasets in "
                     "extra_model_paths.yaml. Folders named 10_cat count ten times.",
                 ),
-                io.String.Input(
-                    "resolution",
-                    default="1024",
-                    tooltip="Pixels: pictures are brought to about resolution x resolution, each at its own aspect ratio. "
-                    "Several, like 512, 1024, train at each.",
-                ),
-                io.String.Input(
-                    "trigger",
-                    default="",
-                    tooltip="A word of your own that will call up what is learnt: put before every caption, or where it "
-                    "says [trigger].",
-                ),
-                io.Combo.Input(
-                    "missing_captions",
-                    options=["error", "empty", "trigger"],
-                    default="error",
-                    tooltip="What to do with an image that has no caption.",
-                ),
-                io.Int.Input("repeats", default=1, min=1, max=1000, tooltip="How often each image is seen in an epoch."),
-                io.Float.Input(
-                    "caption_dropout",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="Share of the time an image is shown without its caption; 0.05 to 0.1 keeps guidance working.",
+                *_common_inputs(),
+                io.Boolean.Input(
+                    "recursive", default=False, tooltip="Read the folders inside the folder too."
                 ),
                 io.Boolean.Input(
-                    "flip", default=False, tooltip="Show mirrored pictures too. Not for text or faces with a parting."
+                    "skip_bad_images",
+                    default=False,
+                    tooltip="Train without unreadable images rather than stop at them.",
                 ),
-                io.Boolean.Input("recursive", default=False, tooltip="Read the folders inside the folder too."),
-                io.Boolean.Input(
-                    "skip_bad_images", default=False, tooltip="Train without unreadable images rather than stop at them."
-                ),
+                DatasetSettings.Input("dataset_settings", optional=True),
             ],
             outputs=[Dataset.Output("dataset")],
         )
 
     @classmethod
     def validate_inputs(cls, folder: str) -> bool:
-        """Accept names that are not listed: folders inside folders, and folders made since the page was loaded."""
+        """Accept names that are not listed: folders inside folders, and folders made since the page was
+        loaded.
+        """
         return True
 
     @classmethod
     def fingerprint_inputs(cls, folder: str, recursive: bool = False, **others: Any) -> str:
-        return fingerprint(resolve_dataset(folder, paths.dataset_roots()), DatasetConfig(recursive=recursive))
+        return data.fingerprint(
+            data.resolve_dataset(folder, paths.dataset_roots()), DatasetConfig(recursive=recursive)
+        )
+
+    @classmethod
+    def execute(
+        cls, folder: str, dataset_settings: DatasetConfig | None = None, **widgets: Any
+    ) -> io.NodeOutput:
+        config = _config(dataset_settings, **widgets)
+        with progress_bar() as on_progress:
+            images = data.scan(
+                data.resolve_dataset(folder, paths.dataset_roots()), config, on_progress=on_progress
+            )
+        return io.NodeOutput(images, ui={"text": [data.summary(images)]})
+
+
+class DatasetFromImages(io.ComfyNode):
+    """Train on images that the graph made or loaded."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftDatasetFromImages",
+            display_name="Dataset From Images",
+            description="Images from the graph, with one caption a line or one for all.",
+            search_aliases=["graft", "batch", "captions"],
+            inputs=[
+                io.Image.Input("images"),
+                io.String.Input(
+                    "captions",
+                    default="",
+                    multiline=True,
+                    tooltip="One line for each image, or one line for all.",
+                ),
+                *_common_inputs(),
+                io.Mask.Input("masks", optional=True, tooltip="White counts, black does not."),
+                DatasetSettings.Input("dataset_settings", optional=True),
+            ],
+            outputs=[Dataset.Output("dataset")],
+        )
 
     @classmethod
     def execute(
         cls,
-        folder: str,
-        resolution: str,
-        trigger: str,
-        missing_captions: str,
-        repeats: int,
-        caption_dropout: float,
-        flip: bool,
-        recursive: bool,
-        skip_bad_images: bool,
+        images: Any,
+        captions: str,
+        masks: Any = None,
+        dataset_settings: DatasetConfig | None = None,
+        **widgets: Any,
     ) -> io.NodeOutput:
-        config = DatasetConfig(
-            recursive=recursive,
-            repeats=repeats,
-            skip_bad=skip_bad_images,
-            caption=CaptionConfig(missing=missing_captions, trigger=trigger, dropout=caption_dropout),  # type: ignore[arg-type]
-            bucket=BucketConfig(resolutions=_resolutions(resolution)),
-            augment=AugmentConfig(flip=flip),
+        config = _config(dataset_settings, **widgets)
+        found = data.from_images(images, captions.splitlines() or [""], masks, config)
+        return io.NodeOutput(found, ui={"text": [data.summary(found)]})
+
+
+class JoinDatasets(io.ComfyNode):
+    """Several folders as one, each with its own repeats, weight and trigger."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftJoinDatasets",
+            display_name="Join Datasets",
+            description="Train on several datasets at once, for instance a face and regularisation images.",
+            search_aliases=["graft", "concat", "regularisation"],
+            inputs=[
+                Dataset.Input("dataset_1"),
+                Dataset.Input("dataset_2"),
+                Dataset.Input("dataset_3", optional=True),
+                Dataset.Input("dataset_4", optional=True),
+            ],
+            outputs=[Dataset.Output("dataset")],
         )
-        with progress_bar() as on_progress:
-            images = scan(resolve_dataset(folder, paths.dataset_roots()), config, on_progress=on_progress)
-        return io.NodeOutput(images, ui={"text": [f"{len(images)} images, {len(images.skipped)} skipped"]})
+
+    @classmethod
+    def execute(cls, **datasets: Any) -> io.NodeOutput:
+        joined = data.join([datasets[name] for name in sorted(datasets) if datasets[name] is not None])
+        return io.NodeOutput(joined, ui={"text": [data.summary(joined)]})
+
+
+class PreviewDataset(io.ComfyNode):
+    """See what the model will see, before it is trained."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftPreviewDataset",
+            display_name="Preview Dataset",
+            description="A sheet of images with their crop, size and caption as trained.",
+            search_aliases=["graft", "inspect", "crop"],
+            inputs=[
+                Dataset.Input("dataset", tooltip="From Load Dataset."),
+                io.Model.Input("model", tooltip="Decides the sizes of the buckets."),
+                io.Int.Input(
+                    "count",
+                    default=16,
+                    min=1,
+                    max=64,
+                    tooltip="How many images to show, evenly over the set.",
+                ),
+            ],
+            outputs=[io.Image.Output("image"), io.String.Output("report")],
+        )
+
+    @classmethod
+    def execute(cls, dataset: Any, model: Any, count: int) -> io.NodeOutput:
+        sheet = data.preview(dataset, step=ComfyDenoiser(model).family.bucket_step, count=count)
+        return io.NodeOutput(sheet, data.summary(dataset))
 
 
 class EncodeDataset(io.ComfyNode):
@@ -113,14 +216,17 @@ class EncodeDataset(io.ComfyNode):
         return schema(
             node_id="GraftEncodeDataset",
             display_name="Encode Dataset",
-            description="Encode images and captions once and keep the results; a second run encodes only what changed.",
+            description="Encode images and captions once and keep the results; a second run encodes only "
+            "what changed.",
             search_aliases=["graft", "latents", "cache"],
             inputs=[
                 Dataset.Input("dataset"),
                 io.Model.Input("model", tooltip="Decides the sizes of the buckets."),
                 io.Clip.Input("clip"),
                 io.Vae.Input("vae"),
-                io.Boolean.Input("encode_again", default=False, tooltip="Ignore what is cached and encode everything anew."),
+                io.Boolean.Input(
+                    "encode_again", default=False, tooltip="Ignore what is cached and encode everything anew."
+                ),
             ],
             outputs=[Dataset.Output("dataset_encoded", display_name="dataset")],
         )
@@ -129,12 +235,77 @@ class EncodeDataset(io.ComfyNode):
     def execute(cls, dataset: Any, model: Any, clip: Any, vae: Any, encode_again: bool) -> io.NodeOutput:
         encoder = ComfyEncoder(vae, clip, ComfyDenoiser(model).family)
         with progress_bar() as on_progress:
-            encoded = encode(dataset, encoder, paths.cache_folder(), recache=encode_again, on_progress=on_progress)
-        return io.NodeOutput(encoded, ui={"text": [f"{len(encoded)} images, {encoded.steps_per_epoch(1)} steps per epoch"]})
+            encoded = data.encode(
+                dataset, encoder, paths.cache_folder(), recache=encode_again, on_progress=on_progress
+            )
+        return io.NodeOutput(encoded, ui={"text": [data.report(encoded)]})
+
+
+class SplitDataset(io.ComfyNode):
+    """Hold images back from training, to measure how well the LoRA does on what it has not seen."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftSplitDataset",
+            display_name="Split Dataset",
+            description="Hold a share of the images back for validation: always the same ones for the same "
+            "images.",
+            search_aliases=["graft", "validation", "held-out"],
+            inputs=[
+                Dataset.Input("dataset", tooltip="From Encode Dataset."),
+                io.Float.Input(
+                    "fraction",
+                    default=0.1,
+                    min=0.0,
+                    max=0.9,
+                    step=0.01,
+                    tooltip="Share of the images to hold back.",
+                ),
+                io.String.Input(
+                    "names",
+                    default="",
+                    multiline=True,
+                    tooltip="Patterns of file names to hold back as well, one a line, e.g. validation/*",
+                ),
+            ],
+            outputs=[Dataset.Output("training", display_name="training"), Dataset.Output("validation")],
+        )
+
+    @classmethod
+    def execute(cls, dataset: Any, fraction: float, names: str) -> io.NodeOutput:
+        patterns = tuple(line.strip() for line in names.splitlines() if line.strip())
+        return io.NodeOutput(*dataset.split(ValidationConfig(fraction, patterns)))
+
+
+def _config(
+    settings: DatasetConfig | None,
+    *,
+    resolution: str,
+    trigger: str,
+    missing_captions: Any,
+    repeats: int,
+    caption_dropout: float,
+    flip: bool,
+    recursive: bool = False,
+    skip_bad_images: bool = False,
+) -> DatasetConfig:
+    base = settings or DatasetConfig()
+    return replace(
+        base,
+        recursive=recursive,
+        repeats=repeats,
+        skip_bad=skip_bad_images,
+        caption=replace(base.caption, missing=missing_captions, trigger=trigger, dropout=caption_dropout),
+        bucket=replace(base.bucket, resolutions=_resolutions(resolution)),
+        augment=replace(base.augment, flip=flip),
+    )
 
 
 def _resolutions(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:
-        raise ValueError(f"resolution: {text!r} is not a number of pixels; write 1024, or several like 512, 1024.") from None
+        raise ValueError(
+            f"resolution: {text!r} is not a number of pixels; write 1024, or several like 512, 1024."
+        ) from None

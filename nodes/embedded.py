@@ -1,6 +1,8 @@
-"""The embedded default: a tiny base model, its text encoder and captioned images, at hand in every ComfyUI with Graft.
+"""The embedded default: a tiny base model, its text encoder and captioned images, at hand in every ComfyUI
+with Graft.
 
-So the template "first_lora" runs without a download. The text encoder is made from a seed when it is first chosen.
+So the template "first_lora" runs without a download. The text encoder is made from a seed when it is first
+chosen.
 """
 
 from __future__ import annotations
@@ -32,5 +34,7 @@ def text_encoders(files: list[str]) -> list[str]:
 def make_text_encoder(names: list[str]) -> None:
     """Write the demo's text encoder if it is chosen and not there: 248 MB, a few seconds."""
     if TEXT_ENCODER in names and folder_paths.get_full_path("text_encoders", TEXT_ENCODER) is None:
-        folder = next((Path(p) for p in folder_paths.get_folder_paths("text_encoders") if Path(p).is_dir()), BASE)
+        folder = next(
+            (Path(p) for p in folder_paths.get_folder_paths("text_encoders") if Path(p).is_dir()), BASE
+        )
         write_clip_l(folder / TEXT_ENCODER)

@@ -13,7 +13,9 @@ from .sockets import Lora, schema
 
 
 class BuildLora(io.ComfyNode):
-    """Choose the method, the size and the layers. Connect the model to see how many layers and parameters that gives."""
+    """Choose the method, the size and the layers. Connect the model to see how many layers and parameters
+    that gives.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -30,7 +32,11 @@ class BuildLora(io.ComfyNode):
                     tooltip="LoRA is the usual choice and loads everywhere.",
                 ),
                 io.Int.Input(
-                    "rank", default=16, min=1, max=1024, tooltip="Size of the LoRA: 8 to 16 a face, 32 and more a style."
+                    "rank",
+                    default=16,
+                    min=1,
+                    max=1024,
+                    tooltip="Size of the LoRA: 8 to 16 a face, 32 and more a style.",
                 ),
                 io.Float.Input(
                     "alpha",
@@ -44,7 +50,8 @@ class BuildLora(io.ComfyNode):
                     "targets",
                     options=["attn-mlp", "attn", "linear", "all"],
                     default="attn-mlp",
-                    tooltip="Which layers: attention and MLP of every block (default), attention only, every linear layer, "
+                    tooltip="Which layers: attention and MLP of every block (default), attention only, "
+                    "every linear layer, "
                     "or convolutions too.",
                 ),
                 io.String.Input(
@@ -52,7 +59,8 @@ class BuildLora(io.ComfyNode):
                     default="",
                     multiline=True,
                     optional=True,
-                    tooltip="Patterns of layer names, one a line: only these are trained, e.g. joint_blocks.1?.*",
+                    tooltip="Patterns of layer names, one a line: only these are trained, e.g. "
+                    "joint_blocks.1?.*",
                 ),
                 io.String.Input(
                     "exclude",
@@ -61,7 +69,9 @@ class BuildLora(io.ComfyNode):
                     optional=True,
                     tooltip="Patterns of layer names, one a line, that are left out.",
                 ),
-                io.Model.Input("model", optional=True, tooltip="Connect it to check the choice before training."),
+                io.Model.Input(
+                    "model", optional=True, tooltip="Connect it to check the choice before training."
+                ),
             ],
             outputs=[Lora.Output("lora")],
         )
@@ -90,5 +100,7 @@ def _lines(text: str) -> tuple[str, ...]:
 def _describe(model: Any, config: AdapterConfig) -> str:
     denoiser = ComfyDenoiser(model)
     chosen = select(denoiser.specs, denoiser.family, config)
-    count = sum(p.numel() for adapter in build_adapters(chosen, config).values() for p in adapter.parameters())
+    count = sum(
+        p.numel() for adapter in build_adapters(chosen, config).values() for p in adapter.parameters()
+    )
     return f"{denoiser.family.name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"

@@ -29,7 +29,9 @@ class SaveLora(io.ComfyNode):
             is_output_node=True,
             inputs=[
                 State.Input("state"),
-                io.String.Input("name", default="my_lora", tooltip="File name under output/loras; '/' makes subfolders."),
+                io.String.Input(
+                    "name", default="my_lora", tooltip="File name under output/loras; '/' makes subfolders."
+                ),
                 io.Combo.Input(
                     "dtype",
                     options=["fp16", "bf16", "fp32"],
@@ -37,7 +39,9 @@ class SaveLora(io.ComfyNode):
                     tooltip="Number format of the file: fp32 is exact and twice as large.",
                 ),
                 io.Boolean.Input(
-                    "save_workflow", default=True, tooltip="Put this workflow into the file, so that it can be opened again."
+                    "save_workflow",
+                    default=True,
+                    tooltip="Put this workflow into the file, so that it can be opened again.",
                 ),
             ],
             outputs=[io.String.Output("path")],
@@ -51,7 +55,9 @@ class SaveLora(io.ComfyNode):
         workflow = (cls.hidden.extra_pnginfo or {}).get("workflow") if save_workflow else None
         metadata = lora_metadata(trained, family, title=Path(name).name, **_notes(trained.notes, workflow))
         write_lora(path, lora_tensors(trained, family, DTYPES[dtype]), metadata)
-        return io.NodeOutput(str(path), ui={"text": [f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"]})
+        return io.NodeOutput(
+            str(path), ui={"text": [f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"]}
+        )
 
 
 class SaveTrainingState(io.ComfyNode):
@@ -65,7 +71,10 @@ class SaveTrainingState(io.ComfyNode):
             description="Keep everything needed to go on training later, in output/graft/states.",
             search_aliases=["graft", "checkpoint", "resume"],
             is_output_node=True,
-            inputs=[State.Input("state"), io.String.Input("name", default="my_lora", tooltip="Folder under output/graft/states.")],
+            inputs=[
+                State.Input("state"),
+                io.String.Input("name", default="my_lora", tooltip="Folder under output/graft/states."),
+            ],
             outputs=[io.String.Output("path")],
         )
 

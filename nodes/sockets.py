@@ -8,11 +8,15 @@ from typing import Any
 from comfy_api.latest import io
 
 Dataset = io.Custom("GRAFT_DATASET")
-"""Before Encode Dataset: which files, how captioned (LoadedDataset). After it: latents and conditioning (EncodedDataset)."""
+"""Before Encode Dataset: which files, how captioned (LoadedDataset). After it: latents and conditioning
+(EncodedDataset).
+"""
 Lora = io.Custom("GRAFT_LORA")
 """AdapterConfig: what will be trained."""
 State = io.Custom("GRAFT_STATE")
 """TrainingResult: a handle to a training state on disk."""
+DatasetSettings = io.Custom("GRAFT_DATASET_SETTINGS")
+"""DatasetConfig: captions, buckets, crops and masks beyond what Load Dataset shows."""
 Optimizer = io.Custom("GRAFT_OPTIMIZER")
 Objective = io.Custom("GRAFT_OBJECTIVE")
 Memory = io.Custom("GRAFT_MEMORY")

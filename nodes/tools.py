@@ -19,11 +19,14 @@ class ValidationLoss(io.ComfyNode):
         return schema(
             node_id="GraftValidationLoss",
             display_name="Validation Loss",
-            description="Mean error of MODEL on held-out images at fixed noise. Compare the base with the LoRA: lower is better.",
+            description="Mean error of MODEL on held-out images at fixed noise. Compare the base with the "
+            "LoRA: lower is better.",
             search_aliases=["graft", "evaluate", "held-out"],
             is_output_node=True,
             inputs=[
-                io.Model.Input("model", tooltip="A base, or a MODEL with a LoRA from Train Steps or Load LoRA."),
+                io.Model.Input(
+                    "model", tooltip="A base, or a MODEL with a LoRA from Train Steps or Load LoRA."
+                ),
                 Dataset.Input("dataset", tooltip="Encoded images that were not trained on."),
             ],
             outputs=[io.Float.Output("loss")],

@@ -26,7 +26,9 @@ from .sockets import Dataset, Lora, Memory, Objective, Optimizer, State, schema
 
 
 class TrainSteps(io.ComfyNode):
-    """Add optimizer steps to a run. Pure: the same inputs give the same state, and a finished run costs nothing."""
+    """Add optimizer steps to a run. Pure: the same inputs give the same state, and a finished run costs
+    nothing.
+    """
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -39,7 +41,9 @@ class TrainSteps(io.ComfyNode):
                 io.Model.Input("model", tooltip="The base. It is not changed."),
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
                 io.MultiType.Input(
-                    "start", types=[Lora, State], tooltip="A fresh LoRA from Build LoRA, or a training state to continue."
+                    "start",
+                    types=[Lora, State],
+                    tooltip="A fresh LoRA from Build LoRA, or a training state to continue.",
                 ),
                 io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Optimizer steps to add."),
                 io.Int.Input(
@@ -47,7 +51,8 @@ class TrainSteps(io.ComfyNode):
                     default=0,
                     min=0,
                     max=1000000,
-                    tooltip="Length of the whole run over which the learning rate decays, when several Train Steps follow "
+                    tooltip="Length of the whole run over which the learning rate decays, when several "
+                    "Train Steps follow "
                     "one another. 0: the run ends with this node.",
                 ),
                 io.Float.Input(
@@ -57,9 +62,16 @@ class TrainSteps(io.ComfyNode):
                     max=10.0,
                     step=1e-6,
                     round=False,
-                    tooltip="1e-4 suits most LoRAs; halve it when pictures break up, double it when nothing happens.",
+                    tooltip="1e-4 suits most LoRAs; halve it when pictures break up, double it when nothing "
+                    "happens.",
                 ),
-                io.Int.Input("batch_size", default=1, min=1, max=256, tooltip="Images in one step; more needs more memory."),
+                io.Int.Input(
+                    "batch_size",
+                    default=1,
+                    min=1,
+                    max=256,
+                    tooltip="Images in one step; more needs more memory.",
+                ),
                 io.Int.Input(
                     "seed",
                     default=0,
@@ -68,11 +80,17 @@ class TrainSteps(io.ComfyNode):
                     control_after_generate=False,
                     tooltip="The same seed and settings give the same LoRA.",
                 ),
-                io.String.Input("name", default="my_lora", tooltip="Name of the run's folder under output/graft."),
+                io.String.Input(
+                    "name", default="my_lora", tooltip="Name of the run's folder under output/graft."
+                ),
                 Optimizer.Input("optimizer_settings", optional=True),
                 Objective.Input("objective_settings", optional=True),
                 Memory.Input("memory_settings", optional=True),
-                io.Clip.Input("clip", optional=True, tooltip="Comes out again with the LoRA's text encoder part, if any."),
+                io.Clip.Input(
+                    "clip",
+                    optional=True,
+                    tooltip="Comes out again with the LoRA's text encoder part, if any.",
+                ),
             ],
             outputs=[
                 io.Model.Output("MODEL", tooltip="The base with the trained LoRA, ready for KSampler."),
@@ -125,7 +143,9 @@ class TrainSteps(io.ComfyNode):
         state = handle.load()
         patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)
         lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)
-        text = f"step {state.step}, loss {sum(state.losses[-20:]) / len(state.losses[-20:]):.4f}\n{folder.name}"
+        text = (
+            f"step {state.step}, loss {sum(state.losses[-20:]) / len(state.losses[-20:]):.4f}\n{folder.name}"
+        )
         return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
 
 
@@ -135,5 +155,7 @@ def _triggers(dataset: Any) -> dict[str, str]:
 
 
 def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:
-    """Fix the schedule's length; a constant one has none, so that a longer run shares the steps of a shorter one."""
+    """Fix the schedule's length; a constant one has none, so that a longer run shares the steps of a shorter
+    one.
+    """
     return schedule if schedule.name == "constant" else replace(schedule, total_steps=total)

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "nodes", "aiohttp", "execution"}
+HOST = {
+    "comfy",
+    "comfy_api",
+    "comfy_execution",
+    "comfy_extras",
+    "folder_paths",
+    "server",
+    "nodes",
+    "aiohttp",
+    "execution",
+}
 
 
 def imports(path):
@@ -42,7 +52,12 @@ def test_the_engine_imports_neither_nodes_nor_its_own_comfyui_part(path):
 
 @pytest.mark.parametrize("path", files("nodes"), ids=lambda p: p.name)
 def test_nodes_import_no_tensor_library(path):
-    assert not {module.split(".")[0] for module, _ in imports(path)} & {"torch", "numpy", "comfy", "safetensors"}
+    assert not {module.split(".")[0] for module, _ in imports(path)} & {
+        "torch",
+        "numpy",
+        "comfy",
+        "safetensors",
+    }
 
 
 def test_importing_graft_imports_no_torch():

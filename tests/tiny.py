@@ -132,7 +132,9 @@ class TinyDataset:
 
     def batch(self, size: int, *, seed: int, index: int) -> Batch:
         chosen = [(index * size + i) % 4 for i in range(size)]
-        latents = torch.stack([torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(c)) for c in chosen])
+        latents = torch.stack(
+            [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(c)) for c in chosen]
+        )
         return Batch(latents, [{"words": torch.tensor([[c]])} for c in chosen], [f"{c}.png" for c in chosen])
 
 

@@ -1,6 +1,7 @@
 """What the engine asks of a model: the nouns that travel between data, objective and loop.
 
-ComfyUI implements these protocols in `training/comfy/`; the tests implement them in forty lines (`tests/tiny.py`).
+ComfyUI implements these protocols in `training/comfy/`; the tests implement them in forty lines
+(`tests/tiny.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .family import Family
 from .layer import FrozenLayer, LayerSpec
 
 Conditioning = Mapping[str, Tensor]
-"""What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output" (1, width)
+"""What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output"
+(1, width)
 and whatever else ComfyUI's CLIP returned beside them (attention masks, ...)."""
 
 
@@ -26,7 +28,9 @@ class Batch:
     """Samples of one bucket, as they enter a training step."""
 
     latents: Tensor
-    """(B, C, H, W) float32, as the VAE made them (not yet scaled for the model); (B, C, T, H, W) for video models."""
+    """(B, C, H, W) float32, as the VAE made them (not yet scaled for the model); (B, C, T, H, W) for video
+    models.
+    """
     conditioning: Sequence[Conditioning]
     """One entry a sample."""
     names: Sequence[str] = ()
@@ -36,7 +40,8 @@ class Batch:
     weights: Tensor | None = None
     """(B,) float32 loss weight of each sample (regularisation images); None means 1."""
     extras: Sequence[Mapping[str, float]] = field(default_factory=tuple)
-    """One a sample: original and target size and crop offset in pixels ("width", "height", "crop_w", "crop_h",
+    """One a sample: original and target size and crop offset in pixels ("width", "height", "crop_w",
+    "crop_h",
     "target_width", "target_height"), which SDXL is conditioned on."""
 
 
@@ -113,7 +118,9 @@ class Denoiser(Protocol):
         ...
 
     def hold(self, dtype: torch.dtype) -> AbstractContextManager[HeldBase]:
-        """Own the weights for the duration of the context: computing in `dtype`, restored exactly on every exit."""
+        """Own the weights for the duration of the context: computing in `dtype`, restored exactly on every
+        exit.
+        """
         ...
 
     def scale_latents(self, latents: Tensor) -> Tensor:
@@ -121,7 +128,9 @@ class Denoiser(Protocol):
         ...
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
-        """Return the denoised latents (B, C, H, W) float32 that the model predicts at noise level `sigma` (B,)."""
+        """Return the denoised latents (B, C, H, W) float32 that the model predicts at noise level `sigma`
+        (B,).
+        """
         ...
 
 

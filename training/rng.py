@@ -1,6 +1,7 @@
 """Random draws as a pure function of what they are for.
 
-A generator is keyed by (seed, step, micro-batch, purpose), so no RNG state is ever saved and a resumed run draws what
+A generator is keyed by (seed, step, micro-batch, purpose), so no RNG state is ever saved and a resumed run
+draws what
 the uninterrupted one would have drawn.
 """
 
@@ -12,7 +13,8 @@ import torch
 
 
 def generator(seed: int, *key: int | str) -> torch.Generator:
-    """Return a CPU generator seeded by `seed` and `key` alone: equal arguments give equal draws on every machine.
+    """Return a CPU generator seeded by `seed` and `key` alone: equal arguments give equal draws on every
+    machine.
 
     Draw on the CPU and move the result: CUDA generators differ between GPU models.
     """

@@ -57,7 +57,9 @@ def steps(monkeypatch):
     train = runs.train
 
     def counted(*args, on_step, **kwargs):
-        return train(*args, on_step=lambda progress: done.append(progress.step) or on_step(progress), **kwargs)
+        return train(
+            *args, on_step=lambda progress: done.append(progress.step) or on_step(progress), **kwargs
+        )
 
     monkeypatch.setattr(runs, "train", counted)
     return done
@@ -104,7 +106,9 @@ def test_cancel_and_queue_again_equals_an_undisturbed_run(execute, base, monkeyp
             "train",
             lambda *a, on_step, **k: train(*a, on_step=lambda p: steps.append(p.step) or on_step(p), **k),
         )
-        patch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel_in_step_three)
+        patch.setattr(
+            comfy.model_management, "throw_exception_if_processing_interrupted", cancel_in_step_three
+        )
         execute(first_lora("cancelled", steps=4, seed=5))
     assert steps == [1, 2] and not (base / "output" / "loras" / "cancelled.safetensors").exists()
     execute(first_lora("cancelled", steps=4, seed=5))

@@ -64,7 +64,9 @@ def test_separate_files_load_as_the_checkpoint_does(base, checkpoints):
         (base / "models" / kind).mkdir(parents=True, exist_ok=True)
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         save_file(part, base / "models" / kind / f"tiny_{kind}.safetensors")
-    model, clip, vae = loading.load_base("tiny_diffusion_models.safetensors", [], "tiny_vae.safetensors", "auto")
+    model, clip, vae = loading.load_base(
+        "tiny_diffusion_models.safetensors", [], "tiny_vae.safetensors", "auto"
+    )
     whole, _, whole_vae = loading.load_base(_copied(checkpoints), [], loading.FROM_CHECKPOINT, "auto")
     ours, theirs = model.model.diffusion_model.state_dict(), whole.model.diffusion_model.state_dict()
     assert clip is None and all(torch.equal(ours[key], theirs[key]) for key in theirs)

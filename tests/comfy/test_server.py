@@ -70,7 +70,12 @@ def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(co
         second.run(prompt("whole", steps=40, seed=1))
         assert same(loras(folder)["killed"], loras(folder)["whole"])
         second.free()
-        second.run({**prompt("killed", steps=40, seed=1), "99": {"class_type": "PreviewAny", "inputs": {"source": "x"}}})
+        second.run(
+            {
+                **prompt("killed", steps=40, seed=1),
+                "99": {"class_type": "PreviewAny", "inputs": {"source": "x"}},
+            }
+        )
         assert second.log().count("is already trained") >= 1
 
 
@@ -92,6 +97,8 @@ def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_ser
 
 def test_cancel_stops_within_a_step_and_the_next_prompt_runs(comfy_server, folder):
     with pytest.raises(PromptError, match="interrupted"):
-        comfy_server.run(prompt("stopped", steps=100000), on_progress(comfy_server.interrupt, after=2), timeout=300)
+        comfy_server.run(
+            prompt("stopped", steps=100000), on_progress(comfy_server.interrupt, after=2), timeout=300
+        )
     comfy_server.run(prompt("next", steps=1), timeout=300)
     assert "next" in loras(comfy_server.base) and "stopped" not in loras(comfy_server.base)

@@ -16,7 +16,7 @@ from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from graft.training.adapters import attach, restore_adapters
 from graft.training.checkpoint import load_state, save_state
 from graft.training.comfy import weights
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.denoiser import ComfyDenoiser, concatenated
 from graft.training.comfy.output import with_lora
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.loop import initial_state, train
@@ -94,7 +94,7 @@ def sampled(patcher):
     with torch.inference_mode():
         comfy.model_management.load_models_gpu([patcher], force_full_load=True)
         denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
-        conditions = denoiser._conditions(batch.latents, batch)
+        conditions = concatenated(denoiser.conditions(batch.latents, batch))
         return patcher.model.apply_model(batch.latents, torch.full((2,), 0.7), **conditions)
 
 
@@ -156,7 +156,9 @@ def test_an_attention_without_backward_is_never_used(patcher, monkeypatch):
     def sage(q, k, v, heads, **kwargs):
         return attention_pytorch(q, k, v, heads, **kwargs).detach()
 
-    patcher.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: sage(*a, **k)
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: sage(
+        *a, **k
+    )
     start, state = initial_state(ComfyDenoiser(patcher), CONFIG), run(patcher, steps=2)
     assert not [name for name in state.weights if torch.equal(start.weights[name], state.weights[name])]
 

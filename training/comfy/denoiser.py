@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from ..family import Family, family_of
 from ..layer import LayerSpec
 from ..model import Batch, Conditioning, HeldBase, Sampling
 from . import weights
+from .differentiable import differentiable
 from .versions import training_mode
 
 NETWORK = "diffusion_model"
@@ -35,7 +36,8 @@ class ComfyDenoiser:
 
     @cached_property
     def family(self) -> Family:
-        return family_of(type(self.model.model_config).__name__)
+        config = self.model.model_config
+        return family_of(type(config).__name__, config.unet_config)
 
     @cached_property
     def network(self) -> torch.nn.Module:
@@ -62,7 +64,11 @@ class ComfyDenoiser:
             for name, value in {**self.patcher.object_patches, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
-                yield stack.enter_context(weights.held(self.patcher, self.network, NETWORK, dtype, self.device))
+                base = stack.enter_context(
+                    weights.held(self.patcher, self.network, NETWORK, dtype, self.device)
+                )
+                stack.enter_context(differentiable(self.network))
+                yield base
             finally:
                 stack.close()
                 comfy.model_management.soft_empty_cache()
@@ -72,22 +78,40 @@ class ComfyDenoiser:
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        options = {**self.patcher.model_options.get("transformer_options", {}), "optimized_attention_override": sdpa}
-        conditions = self._conditions(x_t, batch)
-        return self.model.apply_model(x_t, sigma, transformer_options=options, **conditions)  # type: ignore[no-any-return]
+        options = {
+            **self.patcher.model_options.get("transformer_options", {}),
+            "optimized_attention_override": sdpa,
+        }
+        order: list[int] = []
+        parts = []
+        samples = self.conditions(x_t, batch)
+        for members in together(samples):
+            joined = concatenated([samples[i] for i in members])
+            parts.append(
+                self.model.apply_model(x_t[members], sigma[members], transformer_options=options, **joined)
+            )
+            order += members
+        return torch.cat(parts)[torch.tensor(order).argsort()]
 
-    def _conditions(self, x_t: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return what the model's own `extra_conds` makes of the batch, one call a sample, concatenated."""
+    def conditions(self, x_t: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """Return what the model's own `extra_conds` makes of each sample, as comfy.conds objects by name."""
         extras = batch.extras or ({},) * len(x_t)
         samples = [self._extra_conds(x_t[i : i + 1], c, extras[i]) for i, c in enumerate(batch.conditioning)]
-        parts = {name: [sample[name].process_cond(1, device=self.device, area=None) for sample in samples] for name in samples[0]}
-        return {name: part[0].concat(part[1:]) if len(part) > 1 else part[0].cond for name, part in parts.items()}
+        return [
+            {name: cond.process_cond(1, device=self.device, area=None) for name, cond in sample.items()}
+            for sample in samples
+        ]
 
-    def _extra_conds(self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]) -> dict[str, Any]:
+    def _extra_conds(
+        self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]
+    ) -> dict[str, Any]:
         height, width = (side * self.pixels_per_cell for side in x_t.shape[-2:])
-        known = {"width": width, "height": height, "prompt_type": "positive", **extras, **conditioning}
+        known = {"width": width, "height": height, "prompt_type": "positive", "pooled_output": None}
         return self.model.extra_conds(  # type: ignore[no-any-return]
-            noise=x_t, device=self.device, latent_image=torch.zeros_like(x_t), **known
+            noise=x_t,
+            device=self.device,
+            latent_image=torch.zeros_like(x_t),
+            **{**known, **extras, **conditioning},
         )
 
     @property
@@ -95,8 +119,30 @@ class ComfyDenoiser:
         return int(getattr(self.model.latent_format, "spacial_downscale_ratio", 8))
 
 
+def together(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Group samples whose conditions ComfyUI would put into one call: captions of one length, say."""
+    groups: list[list[int]] = []
+    for index, sample in enumerate(conditions):
+        for group in groups:
+            first = conditions[group[0]]
+            if first.keys() == sample.keys() and all(first[name].can_concat(sample[name]) for name in first):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
+def concatenated(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the conditions of several samples into the arguments of one call."""
+    parts = {name: [sample[name] for sample in conditions] for name in conditions[0]}
+    return {name: part[0].concat(part[1:]) if len(part) > 1 else part[0].cond for name, part in parts.items()}
+
+
 def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute attention by PyTorch's kernel, whatever ComfyUI was started with: sage and flash have no backward here."""
+    """Compute attention by PyTorch's kernel, whatever ComfyUI was started with: sage and flash have no
+    backward here.
+    """
     return comfy.ldm.modules.attention.attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -136,7 +182,9 @@ def _tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _set_attribute(model: Any, path: str, value: Any) -> Any:
-    """Set `model.<path>`; return the function that restores it, leaving no attribute that was not there before."""
+    """Set `model.<path>`; return the function that restores it, leaving no attribute that was not there
+    before.
+    """
     *parents, name = path.split(".")
     owner = comfy.utils.get_attr(model, ".".join(parents)) if parents else model
     slots = [owner.__dict__, owner._modules, owner._parameters, owner._buffers]

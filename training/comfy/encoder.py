@@ -20,7 +20,8 @@ class ComfyEncoder:
     def __init__(self, vae: Any, clip: Any, family: Family) -> None:
         if clip is None:
             raise ValueError(
-                "no text encoder: this checkpoint holds none; choose text encoder files in Load Base Model, or connect "
+                "no text encoder: this checkpoint holds none; choose text encoder files in Load Base Model, "
+                "or connect "
                 "a CLIP loader."
             )
         if vae is None or vae.first_stage_model is None:
@@ -34,9 +35,12 @@ class ComfyEncoder:
 
     @cached_property
     def text_fingerprint(self) -> str:
-        return fingerprint(
-            self.clip.cond_stage_model, self.clip.patcher.patches, {"layer": self.clip.layer_idx or 0}
-        ) + type(self.clip.tokenizer).__name__
+        return (
+            fingerprint(
+                self.clip.cond_stage_model, self.clip.patcher.patches, {"layer": self.clip.layer_idx or 0}
+            )
+            + type(self.clip.tokenizer).__name__
+        )
 
     @property
     def reduction(self) -> int:
@@ -52,4 +56,6 @@ class ComfyEncoder:
         with torch.inference_mode():
             [[cond, extra]] = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption))
             found = {"cross_attn": cond, **extra}
-            return {name: value.to("cpu").clone() for name, value in found.items() if isinstance(value, Tensor)}
+            return {
+                name: value.to("cpu").clone() for name, value in found.items() if isinstance(value, Tensor)
+            }

@@ -1,4 +1,6 @@
-"""Load a base model from ComfyUI's own folders, in one piece or as people own SD3.5 and Flux: in separate files."""
+"""Load a base model from ComfyUI's own folders, in one piece or as people own SD3.5 and Flux: in separate
+files.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CLIP_TYPES: Mapping[str, str] = {
     "HiDream": "HIDREAM",
     "Flux2": "FLUX2",
 }
-"""Class of ComfyUI's model config -> CLIPType for its text encoder files; STABLE_DIFFUSION where it is not listed."""
+"""Class of ComfyUI's model config -> CLIPType for its text encoder files; STABLE_DIFFUSION where it is not
+listed.
+"""
 
 
 def model_files() -> list[str]:
@@ -46,21 +50,33 @@ def vae_files() -> list[str]:
 def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
     """Return (MODEL, CLIP, VAE); CLIP and VAE are None where neither the checkpoint nor a file gives one.
 
-    Names are relative to ComfyUI's model folders. Raises ValueError naming the file for anything that is not a readable
+    Names are relative to ComfyUI's model folders. Raises ValueError naming the file for anything that is not
+    a readable
     .safetensors base model.
     """
     path = _path(("checkpoints", "diffusion_models"), model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
     keys = require_safetensors(path)
     if any(key.startswith("model.diffusion_model.") for key in keys):
-        loaded = _load(path, lambda: comfy.sd.load_checkpoint_guess_config(
-            str(path), embedding_directory=folder_paths.get_folder_paths("embeddings"), model_options=options
-        )[:3])
+        loaded = _load(
+            path,
+            lambda: comfy.sd.load_checkpoint_guess_config(
+                str(path),
+                embedding_directory=folder_paths.get_folder_paths("embeddings"),
+                model_options=options,
+            )[:3],
+        )
         patcher, clip, own_vae = loaded
     else:
-        patcher, clip, own_vae = _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options)), None, None
+        patcher, clip, own_vae = (
+            _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options)),
+            None,
+            None,
+        )
     if patcher is None:
-        raise ValueError(f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model.")
+        raise ValueError(
+            f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
+        )
     if text_encoders:
         clip = _load_clip(text_encoders, type(patcher.model.model_config).__name__)
     if vae != FROM_CHECKPOINT:
@@ -73,11 +89,13 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
 def require_safetensors(path: Path) -> list[str]:
     """Return the tensor names of a .safetensors file, its header read and checked, no tensor loaded.
 
-    Raises ValueError for pickles, truncated files, oversized headers and offsets that overlap or leave the file.
+    Raises ValueError for pickles, truncated files, oversized headers and offsets that overlap or leave the
+    file.
     """
     if path.suffix not in (".safetensors", ".sft"):
         raise ValueError(
-            f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code when opened. "
+            f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code "
+            f"when opened. "
             "Convert it to .safetensors first."
         )
     try:
@@ -88,16 +106,22 @@ def require_safetensors(path: Path) -> list[str]:
             if not 2 <= length <= min(size - 8, LARGEST_HEADER):
                 raise ValueError(f"its header claims {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
-        spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+        spans = sorted(
+            tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"
+        )
         end = 0
         for first, last in spans:
             if first != end or last < first:
                 raise ValueError("its tensors overlap or leave gaps")
             end = last
         if end != size - 8 - length:
-            raise ValueError(f"it holds {size - 8 - length} bytes of tensors and should hold {end}: the file is cut off")
+            raise ValueError(
+                f"it holds {size - 8 - length} bytes of tensors and should hold {end}: the file is cut off"
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path.name}: not a readable .safetensors file ({error}); download it again.") from error
+        raise ValueError(
+            f"{path.name}: not a readable .safetensors file ({error}); download it again."
+        ) from error
     return [name for name in header if name != "__metadata__"]
 
 
@@ -139,4 +163,6 @@ def _path(kinds: Sequence[str], name: str) -> Path:
         found = folder_paths.get_full_path(kind, name)
         if found is not None:
             return Path(found)
-    raise ValueError(f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page.")
+    raise ValueError(
+        f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page."
+    )

@@ -14,7 +14,9 @@ from ..state import TrainState
 
 
 def with_lora(model: Any, clip: Any, state: TrainState, family: Family) -> tuple[Any, Any]:
-    """Return clones of MODEL and CLIP with the state's LoRA at strength 1, through the stock loader's own code."""
+    """Return clones of MODEL and CLIP with the state's LoRA at strength 1, through the stock loader's own
+    code.
+    """
     return comfy.sd.load_lora_for_models(model, clip, lora_model(state, family), 1.0, 1.0)  # type: ignore[no-any-return]
 
 

@@ -44,11 +44,15 @@ def state_folder(name: str) -> Path:
 
 
 def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
-    clean = name.strip().replace("\\", "/").removesuffix(suffix) if suffix else name.strip().replace("\\", "/")
+    clean = (
+        name.strip().replace("\\", "/").removesuffix(suffix) if suffix else name.strip().replace("\\", "/")
+    )
     forbidden = set('<>:"|?*') | {chr(code) for code in range(32)}
     parts = clean.split("/")
     if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
-        raise ValueError(f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders.")
+        raise ValueError(
+            f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders."
+        )
     path = root.joinpath(*parts[:-1], parts[-1] + suffix)
     if not path.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{what}: {name!r} leads out of {root}; choose a name inside it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,9 @@ _finish: dict[str, bool] = {}
 
 
 def request_finish(run: str) -> bool:
-    """Ask the run in output/graft/<run> to end after its current step; False when no such run is under way."""
+    """Ask the run in output/graft/<run> to end after its current step; False when no such run is under
+    way.
+    """
     if run not in _finish:
         return False
     _finish[run] = True
@@ -32,26 +35,21 @@ def request_finish(run: str) -> bool:
 def session(run: str, *, first: int, last: int, node_id: str | None = None) -> Iterator[OnStep]:
     """Yield the `on_step` of a run from step `first` to step `last`.
 
-    It moves the node's progress bar and text, raises ComfyUI's interrupt on Cancel, and returns STOP after Finish.
+    It moves the node's progress bar and text, raises ComfyUI's interrupt on Cancel, and returns STOP after
+    Finish.
     """
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
-    smooth = _Smooth()
-    began, told = time.monotonic(), 0.0
-    start: list[int] = []
+    told = 0.0
     _finish[run] = False
 
     def on_step(progress: Progress) -> str | None:
         nonlocal told
-        start.append(progress.step - 1) if not start else None
-        loss = smooth(progress.loss)
         bar.update_absolute(progress.step - first, last - first)
         now = time.monotonic()
         if now - told > 0.5 or progress.step == last:
             told = now
-            left = (last - progress.step) * (now - began) / (progress.step - start[0])
-            text = f"step {progress.step}/{last}  loss {loss:.4f}  {progress.seconds:.2f} s/step  {clock(left)} left"
-            _send_text(text, node_id)
-            log.info("Graft: %s", text)
+            _send_text(line(progress), node_id)
+            log.info("Graft: %s", line(progress))
         comfy.model_management.throw_exception_if_processing_interrupted()
         return STOP if _finish[run] else None
 
@@ -73,22 +71,22 @@ def progress_bar() -> Iterator[OnProgress]:
     yield on_progress
 
 
+def line(progress: Progress) -> str:
+    """Return a step in one line, as node and console show it."""
+    validation = f"  validation {progress.validation:.4f}" if progress.validation is not None else ""
+    return (
+        f"step {progress.step}/{progress.total}  loss {progress.smoothed:.4f}{validation}  "
+        f"{progress.seconds:.2f} s/step  {clock(progress.time_left)} left"
+    )
+
+
 def clock(seconds: float) -> str:
-    """Return a duration as people read it: 0:42, 12:05, 1:02:03."""
+    """Return a duration as people read it: 0:42, 12:05, 1:02:03; "-" while it is not known."""
+    if not math.isfinite(seconds):
+        return "-"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class _Smooth:
-    """Exponential mean over about 50 steps, unbiased from the first."""
-
-    def __init__(self) -> None:
-        self.total = self.weight = 0.0
-
-    def __call__(self, value: float) -> float:
-        self.total, self.weight = 0.98 * self.total + value, 0.98 * self.weight + 1.0
-        return self.total / self.weight
 
 
 def _send_text(text: str, node_id: str | None) -> None:

@@ -1,8 +1,11 @@
 """The engine owns the base weights during a run.
 
-ComfyUI executes nodes in inference mode, and on NVIDIA its newer versions cast weights into one buffer that the next
-layer overwrites: autograd may keep neither. So for the duration of `held` every frozen layer computes through its own
-accessor (`training.layer.FrozenLayer`), every other parameter is an ordinary tensor on the compute device, attention is
+ComfyUI executes nodes in inference mode, and on NVIDIA its newer versions cast weights into one buffer that
+the next
+layer overwrites: autograd may keep neither. So for the duration of `held` every frozen layer computes
+through its own
+accessor (`training.layer.FrozenLayer`), every other parameter is an ordinary tensor on the compute device,
+attention is
 PyTorch's, and ComfyUI's cast buffers are not on the path. On every exit all is as before.
 """
 
@@ -26,16 +29,21 @@ FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("f
 
 
 def layer_specs(network: nn.Module) -> dict[str, LayerSpec]:
-    """Return what an adapter could sit on, by module path, found by role: quantised linears are no `nn.Linear`."""
+    """Return what an adapter could sit on, by module path, found by role: quantised linears are no
+    `nn.Linear`.
+    """
     found = ((path, _spec(module)) for path, module in network.named_modules())
     return {path: spec for path, spec in found if spec is not None}
 
 
 @contextmanager
-def held(patcher: Any, network: nn.Module, prefix: str, dtype: torch.dtype, device: torch.device) -> Iterator[HeldBase]:
+def held(
+    patcher: Any, network: nn.Module, prefix: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[HeldBase]:
     """Own the weights of `network`, which is `patcher.model.<prefix>`, computing in `dtype` on `device`.
 
-    Patches on the patcher (LoRAs loaded before) apply. Must be entered outside inference mode, with every ComfyUI model
+    Patches on the patcher (LoRAs loaded before) apply. Must be entered outside inference mode, with every
+    ComfyUI model
     unloaded, so that the modules hold the plain host weights.
     """
     assert not torch.is_inference_mode_enabled()
@@ -44,14 +52,22 @@ def held(patcher: Any, network: nn.Module, prefix: str, dtype: torch.dtype, devi
     with ExitStack() as undo:
         for path, module in network.named_modules():
             own = {**dict(module._parameters), **dict(module._buffers)}
-            weights = {n: _patched(patcher, f"{prefix}.{path}.{n}", t) for n, t in own.items() if t is not None}
+            weights = {
+                n: _patched(patcher, f"{prefix}.{path}.{n}", t) for n, t in own.items() if t is not None
+            }
             if path in specs:
-                fetch = {n: _accessor(t, module, dtype, device) for n, t in weights.items() if n in ("weight", "bias")}
+                fetch = {
+                    n: _accessor(t, module, dtype, device)
+                    for n, t in weights.items()
+                    if n in ("weight", "bias")
+                }
                 layer = FrozenLayer(path, specs[path], module, fetch["weight"], fetch.get("bias"))
                 layers[path] = layer
                 undo.callback(set_forward(module, layer.forward))
             for name, tensor in weights.items():
-                resident = tensor if path in specs else _resident(tensor, name in module._buffers, dtype, device)
+                resident = (
+                    tensor if path in specs else _resident(tensor, name in module._buffers, dtype, device)
+                )
                 undo.callback(_replace(module, name, resident))
         yield HeldBase(network, layers)
 
@@ -71,7 +87,9 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], 
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that autograd may use; inference tensors may not be saved for backward."""
+    """Return a tensor over the same memory that autograd may use; inference tensors may not be saved for
+    backward.
+    """
     if not tensor.is_inference() or isinstance(tensor, QuantizedTensor):
         return tensor.detach()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(  # type: ignore[no-any-return, call-overload]
@@ -107,7 +125,9 @@ def _patched(patcher: Any, key: str, tensor: Tensor) -> Tensor:
 def _accessor(
     tensor: Tensor, module: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Callable[[torch.dtype, torch.device], Tensor]:
-    """Return fetch(dtype, device) for a host weight: plain ones are placed once, quantised ones stay as they are."""
+    """Return fetch(dtype, device) for a host weight: plain ones are placed once, quantised ones stay as they
+    are.
+    """
     if isinstance(tensor, QuantizedTensor):
         packed = tensor.to(device)
         return lambda dtype, device: _dequantised(packed).to(device, dtype)
@@ -126,7 +146,9 @@ def _dequantised(tensor: Tensor) -> Tensor:
 
 
 def _resident(tensor: Tensor, is_buffer: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Place a norm's weight or a loose parameter: small, so always on the compute device, buffers in their own dtype."""
+    """Place a norm's weight or a loose parameter: small, so always on the compute device, buffers in their
+    own dtype.
+    """
     tensor = _dequantised(tensor)
     return tensor.to(device) if is_buffer or not tensor.is_floating_point() else tensor.to(device, dtype)
 
