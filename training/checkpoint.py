@@ -1,12 +1,18 @@
-"""Training states on disk: a folder with `state.safetensors` and `state.json`, written whole or not at all."""
+"""Training states on disk: a folder with tensors (safetensors) and `state.json`, written whole or not at all.
+
+`state.json` is the one commit point: it names the file of tensors and is replaced atomically, after
+everything it names is on the disk. So a folder holds, at every moment and whatever is killed, the state
+before or the state after a save.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import AdapterConfig, from_dict, to_dict
-from .optimizer import OptimizerState
-from .state import TrainState
+from .state import LossScale, OptimizerState, TrainState
 
 FORMAT = 1
+TEMPORARY = ".writing-"
 
 
 @dataclass(frozen=True)
@@ -33,40 +39,55 @@ class StateHandle:
     """Of the state's contents: equal states have equal digests."""
 
     def load(self) -> TrainState:
+        """Return the state. Raises ValueError when it is gone, damaged, or another one lies in its place."""
+        if read_values(self.path).get("digest") != self.digest:
+            raise ValueError(
+                f"{self.path}: another training state has been written here; queue the graph again."
+            )
         return load_state(self.path)
 
 
 def save_state(state: TrainState, folder: Path) -> StateHandle:
-    """Write `state` as `folder`, replacing what lies there only once everything is on the disk.
+    """Write `state` as `folder`, which keeps the state it holds until everything is on the disk.
 
-    Raises OSError when the disk is full or the folder cannot be written; an earlier state there is then untouched.
+    Raises OSError when the disk is full or the folder cannot be written; an earlier state there is then
+    untouched.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
     try:
-        tensors = {f"weights/{name}": tensor for name, tensor in state.weights.items()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in state.optimizer.tensors.items()}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / "state.safetensors")
-        digest = _digest(temporary / "state.safetensors", _values(state))
-        text = json.dumps({"format": FORMAT, "digest": digest, **_values(state)}, indent=1)
-        (temporary / "state.json").write_text(text, encoding="utf-8")
-        for path in temporary.iterdir():
-            _flush(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
+        save_file({name: tensor.contiguous() for name, tensor in _tensors(state).items()}, temporary)
+        digest = _digest(temporary, _values(state))
+        tensors = folder / f"state-{digest[:16]}.safetensors"
+        if not tensors.exists() or _digest(tensors, _values(state)) != digest:
+            _commit(temporary, tensors)
+        text = json.dumps(
+            {"format": FORMAT, "digest": digest, "tensors": tensors.name, **_values(state)}, indent=1
+        )
+        temporary.write_text(text, encoding="utf-8")
+        _commit(temporary, folder / "state.json")
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    for old in folder.glob("state-*.safetensors"):
+        if old != tensors:
+            with contextlib.suppress(
+                OSError
+            ):  # Windows keeps what is mapped into memory; the next save removes it
+                old.unlink()
     return StateHandle(folder, state.step, digest)
 
 
 def open_state(folder: Path) -> StateHandle:
-    """Return a handle to the state in `folder`, its contents checked against the digest they were written with.
+    """Return a handle to the state in `folder`, its contents checked against the digest they were written
+    with.
 
     Raises ValueError naming the folder when it holds no state, or a damaged one.
     """
-    values = _read_values(folder)
-    digest = _digest(folder / "state.safetensors", {k: v for k, v in values.items() if k not in ("format", "digest")})
+    values = read_values(folder)
+    contents = {key: value for key, value in values.items() if key not in ("format", "digest", "tensors")}
+    digest = _digest(_tensor_file(folder, values), contents)
     if digest != values.get("digest"):
         raise ValueError(f"{folder}: the training state is damaged (its contents do not match their digest).")
     return StateHandle(folder, int(values["step"]), digest)
@@ -77,23 +98,91 @@ def load_state(folder: Path) -> TrainState:
 
     Raises ValueError when the folder holds no readable state.
     """
-    values = _read_values(folder)
+    values = read_values(folder)
     try:
-        tensors = load_file(folder / "state.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}: the training state cannot be read ({error}).") from error
-    return TrainState(
-        step=int(values["step"]),
-        adapter=from_dict(AdapterConfig, values["adapter"]),
-        base=str(values["base"]),
-        weights=_under("weights/", tensors),
-        optimizer=OptimizerState(
-            values["optimizer_name"], _under("optimizer/", tensors), values["optimizer"]
-        ),
-        losses=tuple(values["losses"]),
-        family=values["family"],
-        notes=values["notes"],
-    )
+        tensors = load_file(_tensor_file(folder, values))
+        memory = OptimizerState(
+            values["optimizer_name"],
+            _under("optimizer/", tensors),
+            values["optimizer"],
+            tuple(values["optimizer_groups"]),
+        )
+        return TrainState(
+            step=int(values["step"]),
+            adapter=from_dict(AdapterConfig, values["adapter"]),
+            base=str(values["base"]),
+            weights=_under("weights/", tensors),
+            optimizer=memory,
+            losses=tuple(values["losses"]),
+            family=values["family"],
+            notes=values["notes"],
+            ema=_under("ema/", tensors),
+            validations=tuple((int(step), float(loss)) for step, loss in values["validations"]),
+            loss_scale=LossScale(**values["loss_scale"]) if values["loss_scale"] else None,
+        )
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}: the training state cannot be read ({error!r}).") from error
+
+
+def size_in_bytes(state: TrainState) -> int:
+    """Return what `state` takes on the disk, closely."""
+    tensors = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state).values())
+    return tensors + 32 * len(state.losses) + 256 * len(state.weights)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed `save_state` left half-written in `folder`."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def remove_state(folder: Path) -> None:
+    """Remove a state and its folder; killed in between, it leaves a folder without a state."""
+    with contextlib.suppress(OSError):
+        (folder / "state.json").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """Return what `state.json` says. Raises ValueError when it cannot be read or is no training state's."""
+    try:
+        values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: no training state here ({error}).") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ValueError(f"{folder}: not a Graft training state of format {FORMAT}.")
+    return values
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _commit(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _commit(temporary: Path, path: Path) -> None:
+    """Give a finished file its name, once its contents and then the name itself are on the disk."""
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    if hasattr(os, "O_DIRECTORY"):  # elsewhere (Windows) a folder cannot be opened, nor need it be
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):  # some network drives cannot
+                os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _tensors(state: TrainState) -> dict[str, Tensor]:
+    parts = {"weights": state.weights, "optimizer": state.optimizer.tensors, "ema": state.ema}
+    return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
 def _values(state: TrainState) -> dict[str, Any]:
@@ -103,20 +192,17 @@ def _values(state: TrainState) -> dict[str, Any]:
         "base": state.base,
         "optimizer_name": state.optimizer.name,
         "optimizer": dict(state.optimizer.values),
+        "optimizer_groups": [dict(group) for group in state.optimizer.groups],
         "losses": list(state.losses),
         "family": state.family,
         "notes": dict(state.notes),
+        "validations": [list(entry) for entry in state.validations],
+        "loss_scale": to_dict(state.loss_scale) if state.loss_scale else None,
     }
 
 
-def _read_values(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: no training state here ({error}).") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"{folder}: not a Graft training state of format {FORMAT}.")
-    return values
+def _tensor_file(folder: Path, values: Mapping[str, Any]) -> Path:
+    return folder / Path(str(values.get("tensors"))).name
 
 
 def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
@@ -132,8 +218,3 @@ def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())

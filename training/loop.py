@@ -1,28 +1,35 @@
-"""The training loop. Read it from top to bottom: everything that happens in a run happens here, in this order."""
+"""The training loop. Read it from top to bottom: everything that happens in a run happens here, in this
+order."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from . import objective, rng
-from .adapters import attach, build_adapters, named_parameters, restore_adapters, select
-from .config import TrainConfig
+from . import objective
+from .adapters import attach, build_adapters, draws, initialise, named_parameters, needs_base, select
+from .config import TrainConfig, ValidationConfig
+from .coverage import Coverage
 from .memory.checkpointing import checkpointed
 from .memory.precision import compute_dtype
-from .model import Batch, Dataset, Denoiser
-from .optimizer import build_optimizer, load_optimizer, save_optimizer, set_lr
+from .memory.usage import peak_bytes
+from .model import Batch, Dataset, Denoiser, Samples
 from .schedule import multiplier
-from .state import TrainState
+from .state import TrainState, best_step
+from .validation import held_out_loss
+from .work import Work
 
 STOP = "stop"
 """What `on_step` returns to end the run after the step that it was told of."""
+
+SMOOTHED_OVER = 50
+"""Steps whose mean is the smoothed loss."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,22 @@ class Progress:
     seconds: float
     state: Callable[[], TrainState]
     """Copies the state after this step; good until the next one begins."""
+    total: int = 0
+    """The step at which this part of the run ends."""
+    smoothed: float = math.nan
+    """Mean loss of the last steps."""
+    epoch: float | None = None
+    """How often the dataset was gone through, where it counts that."""
+    images: int = 0
+    """Seen in this step."""
+    validation: float | None = None
+    """Loss on the held-out images, after the steps at which it is measured."""
+    best: bool = False
+    """That loss is the lowest so far."""
+    time_left: float = math.nan
+    """Seconds, at the pace so far, whatever it is spent on."""
+    memory: int = 0
+    """Most bytes that were in use on the device; 0 where that is not counted."""
 
 
 OnStep = Callable[[Progress], str | None]
@@ -57,71 +80,122 @@ def train(
     steps: int,
     on_step: OnStep = ignore,
     notes: Mapping[str, str] = MappingProxyType({}),
+    validation: Samples | None = None,
 ) -> TrainState:
     """Run `steps` optimizer steps from `state` (None: a fresh adapter) and return the state reached.
 
-    `state` is not changed, and equal arguments give equal results: every draw is keyed by the step.
-    Raises ValueError for settings that cannot work and FloatingPointError when the loss stops being a number; the last
-    `Progress` given to `on_step` then still holds a sound state.
+    `state` is not changed, and equal arguments give equal results: every draw is keyed by the step. The run
+    ends early when `on_step` returns STOP, and when the loss on the held-out `validation` images has not
+    improved for as long as the settings allow.
+
+    Raises ValueError for settings that cannot work and FloatingPointError when the loss stops being a
+    number; the last `Progress` given to `on_step` then still holds a sound state.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    if config.validation.every and validation is None:
+        raise ValueError("validation needs held-out images: connect a validation dataset, or set every to 0.")
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
-    adapters = restore_adapters(denoiser.specs, start.adapter, start.weights, denoiser.device)
-    parameters = named_parameters(adapters)
-    optimizer = build_optimizer(parameters, config.optimizer)
-    load_optimizer(optimizer, config.optimizer, start.optimizer)
-    losses = list(start.losses)
-
-    def snapshot() -> TrainState:
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
-        memory = save_optimizer(optimizer, config.optimizer)
-        return replace(
-            start,
-            step=len(losses),
-            weights=weights,
-            optimizer=memory,
-            losses=tuple(losses),
-            notes={**start.notes, **notes},
-        )
-
+    if is_over(config.validation, start.validations):
+        return start
+    work = Work(denoiser, config, start, notes)
+    coverage = Coverage(work.parameters, config.adapter)
+    clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser.device)
     with denoiser.hold(dtype) as base:
-        with attach(base.layers, adapters), checkpointed(base.module, denoiser.family.blocks, config.memory.checkpointing):
-            for step in range(start.step, start.step + steps):
-                began = time.monotonic()
+        with (
+            attach(base.layers, work.adapters),
+            checkpointed(base.module, denoiser.family.blocks, config.memory.checkpointing),
+        ):
+            measure(denoiser, validation, work)  # the run may have been interrupted before it could
+            while work.step < clock.last and not is_over(config.validation, work.validations):
+                clock.step_begins()
+                step = work.step
                 lr = config.optimizer.lr * multiplier(config.schedule, step)
-                set_lr(optimizer, lr)
-                loss = backward(denoiser, dataset, config, step)
-                norm = clip_gradients(parameters.values(), config.optimizer.max_grad_norm)
-                require_finite(loss, norm, step)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                losses.append(loss)
-                report = Progress(len(losses), loss, lr, norm, time.monotonic() - began, snapshot)
+                loss, norm, images = gradients(denoiser, dataset, config, work)
+                coverage.look(step)
+                work.optimize(lr, loss)
+                clock.step_ends()
+                validated = measure(denoiser, validation, work)
+                report = Progress(
+                    step=work.step,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=norm,
+                    seconds=clock.seconds,
+                    state=work.snapshot,
+                    total=clock.last,
+                    smoothed=sum(recent := work.losses[-SMOOTHED_OVER:]) / len(recent),
+                    epoch=epochs(dataset, config, work.step),
+                    images=images,
+                    validation=validated,
+                    best=validated is not None and best_step(work.validations) == work.step,
+                    time_left=clock.left(work.step),
+                    memory=peak_bytes(denoiser.device),
+                )
                 if on_step(report) == STOP:
                     break
-    return snapshot()
+    return work.snapshot()
 
 
-def backward(denoiser: Denoiser, dataset: Dataset, config: TrainConfig, step: int) -> float:
-    """Add the gradients of one optimizer step's micro-batches and return their mean loss."""
-    total = 0.0
+def gradients(
+    denoiser: Denoiser, dataset: Dataset, config: TrainConfig, work: Work
+) -> tuple[float, float, int]:
+    """Fill the gradients of the next step, finite and clipped; return its loss, their norm and its images.
+
+    In fp16, a step whose gradients overflow is computed again at half the loss scale.
+    """
+    while True:
+        scale = work.loss_scale.value if work.loss_scale else 1.0
+        loss, images = backward(denoiser, dataset, config, work.step, scale)
+        missing = (
+            config.batch_size * config.gradient_accumulation / images
+        )  # where buckets end, batches are short
+        multiply_gradients(work.parameters.values(), missing / scale)
+        norm = clip_gradients(work.parameters.values(), config.optimizer.max_grad_norm)
+        if math.isfinite(norm) or work.loss_scale is None or scale == 1.0:
+            break
+        work.loss_scale = work.loss_scale.halved()
+        work.optimizer.zero_grad(set_to_none=True)
+    require_finite(loss, norm, work.step)
+    return loss, norm, images
+
+
+def backward(
+    denoiser: Denoiser, dataset: Dataset, config: TrainConfig, step: int, scale: float = 1.0
+) -> tuple[float, int]:
+    """Add `scale` times the gradients of a step's micro-batches; return the mean loss of its images, and
+    their number.
+
+    Every image counts the same, in whichever micro-batch it is.
+    """
+    total, images = 0.0, 0
     for micro in range(config.gradient_accumulation):
         index = step * config.gradient_accumulation + micro
         batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
-        loss, sigma = objective.loss(denoiser, batch, config.objective, seed=config.seed, index=index)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(_not_finite(batch, sigma, step))
-        (loss / config.gradient_accumulation).backward()  # type: ignore[no-untyped-call]
-        total += loss.item() / config.gradient_accumulation
-    return total
+        with draws(config.seed, index):
+            loss, sigma = objective.loss(denoiser, batch, config.objective, seed=config.seed, index=index)
+            if not torch.isfinite(loss):
+                raise FloatingPointError(_not_finite(batch, sigma, step))
+            share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
+            (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
+        total += loss.item() * len(batch.latents)
+        images += len(batch.latents)
+    return total / images, images
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients by `factor`."""
+    for parameter in parameters if factor != 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their common norm is at most `max_norm` (0: leave them); return the norm before."""
+    """Scale all gradients to a common norm of at most `max_norm` (0: leave them); return the norm before."""
     return float(nn.utils.clip_grad_norm_(list(parameters), max_norm or math.inf))
 
 
@@ -129,16 +203,38 @@ def require_finite(loss: float, norm: float, step: int) -> None:
     """Raise FloatingPointError before a gradient that is no number reaches the weights."""
     if not math.isfinite(norm):
         raise FloatingPointError(
-            f"step {step + 1}: the gradient is {norm} (loss {loss:.4g}); the weights of step {step} are kept. "
-            "Lower the learning rate, or set the precision to bf16 or fp32."
+            f"step {step + 1}: the gradient is {norm} (loss {loss:.4g}); the weights of step {step} are "
+            "kept. Lower the learning rate, or set the precision to bf16 or fp32."
         )
+
+
+def measure(denoiser: Denoiser, samples: Samples | None, work: Work) -> float | None:
+    """Return the loss on the held-out images with the weights that would be saved, where it is due."""
+    every, limit = work.config.validation.every, work.config.validation.limit
+    done = work.validations and work.validations[-1][0] == work.step
+    if samples is None or not every or not work.step or work.step % every or done:
+        return None
+    with work.result_in_place():
+        value = held_out_loss(denoiser, samples, limit=limit)
+    work.validations.append((work.step, value))
+    return value
+
+
+def is_over(config: ValidationConfig, validations: Sequence[tuple[int, float]]) -> bool:
+    """Say whether the last `patience` measurements brought no new lowest loss."""
+    best = best_step(validations)
+    return bool(config.patience) and sum(step > best for step, _ in validations) >= config.patience
 
 
 def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     """Return step 0: a fresh adapter that changes nothing yet, drawn from the run's seed."""
     adapters = build_adapters(select(denoiser.specs, denoiser.family, config.adapter), config.adapter)
-    for name, adapter in adapters.items():
-        adapter.initialise(rng.generator(config.seed, "init", name))
+    if needs_base(adapters):
+        dtype = compute_dtype(config.memory, denoiser.device)
+        with torch.inference_mode(False), denoiser.hold(dtype) as base:
+            initialise(adapters, config.seed, base.layers, denoiser.device)
+    else:
+        initialise(adapters, config.seed)
     weights = {name: tensor.detach() for name, tensor in named_parameters(adapters).items()}
     return TrainState(0, config.adapter, denoiser.fingerprint, weights, family=denoiser.family.name)
 
@@ -147,8 +243,9 @@ def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig
     """Raise ValueError when `state` cannot be continued here: another base model, or another kind of LoRA."""
     if state.base != denoiser.fingerprint:
         raise ValueError(
-            f"the training state at step {state.step} belongs to another base model (fingerprint {state.base}, this "
-            f"model has {denoiser.fingerprint}); load the base it was trained on, or start from its LoRA file instead."
+            f"the training state at step {state.step} belongs to another base model (fingerprint "
+            f"{state.base}, this model has {denoiser.fingerprint}); load the base it was trained on, or "
+            "start from its LoRA file instead."
         )
     if state.adapter != config.adapter:
         raise ValueError(
@@ -157,10 +254,35 @@ def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig
         )
 
 
+def epochs(dataset: Dataset, config: TrainConfig, step: int) -> float | None:
+    """Return how often `dataset` was gone through after `step` steps, where it counts epochs."""
+    length = getattr(dataset, "steps_per_epoch", None)
+    return step * config.gradient_accumulation / length(config.batch_size) if length else None
+
+
+class Clock:
+    """Times steps; the clock on the wall may be set meanwhile."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.began = self.step_began = time.monotonic()
+        self.seconds = 0.0
+
+    def step_begins(self) -> None:
+        self.step_began = time.monotonic()
+
+    def step_ends(self) -> None:
+        self.seconds = time.monotonic() - self.step_began
+
+    def left(self, step: int) -> float:
+        """Return the seconds left after `step`."""
+        return (self.last - step) * (time.monotonic() - self.began) / max(1, step - self.first)
+
+
 def _not_finite(batch: Batch, sigma: Tensor, step: int) -> str:
     images = ", ".join(batch.names) or "unknown"
     levels = ", ".join(f"{s:.3f}" for s in sigma.tolist())
     return (
-        f"step {step + 1}: the loss is not a number for {images} at noise level {levels}; the weights of step {step} "
-        "are kept. Check the image, or set the precision to bf16 or fp32."
+        f"step {step + 1}: the loss is not a number for {images} at noise level {levels}; the weights of "
+        f"step {step} are kept. Check the image, or set the precision to bf16 or fp32."
     )

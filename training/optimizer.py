@@ -1,87 +1,253 @@
-"""Optimizers as rows of a table, and their state as flat tensors and numbers that a file can hold without pickle."""
+"""Optimizers as rows of a table, and their memory as flat tensors and numbers that a file can hold without
+pickle.
+
+The one rule: a memory never overrides a setting. What was saved is what the optimizer has learnt of the
+gradients; learning rate, betas and the rest are the configuration's, also after a resume with other
+settings.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import OptimizerConfig
+from .extra_optimizers import Lion, StableAdamW
+from .state import Number, OptimizerState
 
 log = logging.getLogger(__name__)
 
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]
+
 
 @dataclass(frozen=True)
-class OptimizerState:
-    """An optimizer's memory: tensors and plain values by "<parameter name>.<key>"."""
+class Row:
+    """One optimizer."""
 
-    name: str = ""
-    """Row of OPTIMIZERS that it belongs to."""
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    values: Mapping[str, float | int | bool] = field(default_factory=dict)
+    build: Build
+    memory: tuple[str, ...] = ()
+    """Entries of a parameter group that change as it runs."""
+    averages: bool = False
+    """It trains at other weights than those to draw with (schedule-free): `final_weights` computes the
+    latter."""
+    finds_rate: bool = False
+    """It finds the learning rate itself, one for all parameters, and the configured one is a multiple of
+    it."""
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    lr_scales: Mapping[str, float] = MappingProxyType({}),
+) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names over named `parameters`.
 
-    Raises ValueError when there is no such optimizer.
+    `lr_scales` are multiples of the learning rate by parameter name; 1 where it has none. Raises ValueError
+    when there is no such optimizer, when it is not installed, or when it takes one learning rate only.
     """
-    if config.name not in OPTIMIZERS:
-        raise ValueError(f"optimizer: {config.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
-    groups = [{"params": list(parameters.values()), "names": list(parameters)}]
-    return OPTIMIZERS[config.name](groups, config)
+    row = _row(config)
+    scales = {name: lr_scales.get(name, 1.0) for name in parameters}
+    if row.finds_rate and len(set(scales.values())) > 1:
+        raise ValueError(
+            f"optimizer {config.name!r} finds one learning rate for everything: switch off LoRA+ and "
+            "learning rates by pattern, or choose another optimizer."
+        )
+    if row.finds_rate and config.lr < 0.1:
+        log.warning("Graft: %s multiplies the rate it finds by %g; 1 is usual.", config.name, config.lr)
+    groups = []
+    for scale in dict.fromkeys(scales.values()):
+        names = [name for name in parameters if scales[name] == scale]
+        members = [parameters[name] for name in names]
+        groups.append({"params": members, "names": names, "lr_scale": scale, "lr": config.lr * scale})
+    return row.build(groups, config)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's learning rate, times the group's own "lr_scale" where it has one."""
+    """Set every group's learning rate, times the group's own scale."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr * group["lr_scale"]
+
+
+@torch.no_grad()
+def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> dict[str, Tensor]:
+    """Return the weights to draw with and to save, by parameter name, beside the parameters; do not change
+    them.
+
+    They are the parameters themselves, or for schedule-free training the average x = y + (1 - 1/beta1) (z -
+    y), where y is trained and z is the fast sequence (Defazio et al. 2024, arXiv:2405.15682, eq. 3).
+    """
+    weights = {name: parameter.detach() for name, parameter, _ in _named(optimizer)}
+    if _row(config).averages:
+        for name, parameter, group in _named(optimizer):
+            if "z" in optimizer.state[parameter]:
+                z = optimizer.state[parameter]["z"]
+                weights[name] = torch.lerp(weights[name].float(), z, 1.0 - 1.0 / group["betas"][0])
+    return weights
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerState:
     """Return a copy of the optimizer's memory on the CPU."""
+    row = _row(config)
     tensors: dict[str, Tensor] = {}
-    values: dict[str, float | int | bool] = {}
-    for name, parameter in _named(optimizer):
+    values: dict[str, Number] = {}
+    for name, parameter, _ in _named(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{name}.{key}"] = value.detach().to("cpu", copy=True)
-            else:
+            elif value is not None:
                 values[f"{name}.{key}"] = value
-    return OptimizerState(config.name, tensors, values)
+        if row.averages:
+            tensors[f"{name}.{TRAINED}"] = parameter.detach().to("cpu", torch.float32, copy=True)
+    groups = [{key: group[key] for key in row.memory if key in group} for group in optimizer.param_groups]
+    return OptimizerState(config.name, tensors, values, tuple(groups))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state: OptimizerState) -> None:
-    """Give `optimizer` the memory that `save_optimizer` returned; another optimizer's memory is left aside."""
+    """Give `optimizer` the memory that `save_optimizer` returned; another optimizer's memory is left
+    aside."""
     if state.name != config.name:
         if state.name:
-            log.warning("Graft: the optimizer changed from %s to %s and starts anew.", state.name, config.name)
+            log.warning("Graft: the optimizer changed from %s to %s, starts anew.", state.name, config.name)
         return
-    parameters = dict(_named(optimizer))
+    for index, group in enumerate(optimizer.param_groups):
+        if state.groups:  # other groups than before (learning rates by pattern) share what the first one knew
+            group.update(
+                state.groups[index] if len(state.groups) == len(optimizer.param_groups) else state.groups[0]
+            )
+    parameters = {name: (parameter, group) for name, parameter, group in _named(optimizer)}
     for name, value in {**state.tensors, **state.values}.items():
         path, key = name.rsplit(".", 1)
-        parameter = parameters[path]
-        if isinstance(value, Tensor):  # torch keeps the step count on the CPU and everything else beside the weights
-            value = value.to("cpu" if key == "step" else parameter.device, copy=True)
-        optimizer.state[parameter][key] = value
+        parameter, group = parameters[path]
+        if key == TRAINED and isinstance(value, Tensor):
+            parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
+        else:
+            optimizer.state[parameter][key] = _placed(optimizer, parameter, group, key, value)
 
 
-def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+TRAINED = "trained"
+"""Key of the weights that a schedule-free optimizer trains at."""
+
+
+def _placed(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any], key: str, value: Any
+) -> Any:
+    """Return a saved value where the optimizer wants it: beside the weights, in paged memory, or on the
+    CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and not group.get("fused"):  # where torch keeps the step count
+        return value.clone()
+    if getattr(optimizer, "is_paged", False) and key in ("state1", "state2"):
+        paged: Any = optimizer
+        return paged.get_state_buffer(parameter, dtype=value.dtype).copy_(value)
+    return value.to(parameter.device, copy=True)
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
     for group in optimizer.param_groups:
-        yield from zip(group["names"], group["params"], strict=True)
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            yield name, parameter, group
 
 
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
+def _row(config: OptimizerConfig) -> Row:
+    if config.name not in OPTIMIZERS:
+        raise ValueError(f"optimizer: {config.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
+    return OPTIMIZERS[config.name]
 
 
-OPTIMIZERS: Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
+def _adam(config: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+
+
+def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    on_gpu = all(p.device.type == "cuda" and p.dtype == torch.float32 for g in groups for p in g["params"])
+    return torch.optim.AdamW(groups, **_adam(config), fused=on_gpu or None)
+
+
+def _lion(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return Lion(groups, config.lr, config.betas, config.weight_decay)
+
+
+def _stable_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return StableAdamW(groups, **_adam(config))
+
+
+def _adafactor(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Shazeer & Stern 2018, arXiv:1804.04235, at the learning rate as given: as LoRA weights start at 0,
+    the paper's scaling by a tensor's own size (switched off by the 1.0) would hold them there."""
+    if not hasattr(torch.optim, "Adafactor"):
+        raise ValueError("optimizer 'adafactor' needs torch 2.5 or newer; update ComfyUI, or choose adamw.")
+    eps = (1e-15, 1.0)
+    return torch.optim.Adafactor(groups, lr=config.lr, eps=eps, weight_decay=config.weight_decay)
+
+
+def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
+
+
+def _prodigy(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Mishchenko & Defazio 2023, arXiv:2306.06101, with the authors' advice for runs with a warm-up."""
+    module = _installed("prodigyopt", config.name)
+    advice = {"decouple": True, "use_bias_correction": True, "safeguard_warmup": True}
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
+        built = module.Prodigy(groups, **_adam(config), **advice, d_coef=config.d_coef)
+    return built  # type: ignore[no-any-return]
+
+
+def _bitsandbytes(name: str) -> Build:
+    def build(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+        options = _adam(config)
+        if "Lion" in name:
+            del options["eps"]
+        kind = getattr(_installed("bitsandbytes", config.name).optim, name)
+        return kind(groups, **options)  # type: ignore[no-any-return]
+
+    return build
+
+
+def _schedule_free(name: str) -> Build:
+    def build(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+        kind = getattr(_installed("schedulefree", config.name), name)
+        optimizer: torch.optim.Optimizer = kind(groups, **_adam(config))
+        optimizer.train()  # type: ignore[attr-defined]
+        return optimizer
+
+    return build
+
+
+def _installed(package: str, optimizer: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"optimizer {optimizer!r} needs the package {package}, which cannot be used here ({error}). "
+            f"Install it in ComfyUI's Python (python -m pip install {package}), or choose adamw or lion."
+        ) from error
+
+
+SCHEDULE_FREE = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
+
+OPTIMIZERS: Mapping[str, Row] = {
+    "adamw": Row(_adamw),
+    "adamw8bit": Row(_bitsandbytes("AdamW8bit")),
+    "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit")),
+    "lion": Row(_lion),
+    "lion8bit": Row(_bitsandbytes("Lion8bit")),
+    "adafactor": Row(_adafactor),
+    "prodigy": Row(_prodigy, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_rate=True),
+    "schedule-free-adamw": Row(_schedule_free("AdamWScheduleFree"), SCHEDULE_FREE, averages=True),
+    "schedule-free-radam": Row(_schedule_free("RAdamScheduleFree"), SCHEDULE_FREE, averages=True),
+    "stable-adamw": Row(_stable_adamw),
+    "sgd": Row(_sgd),
 }
-"""Name -> constructor."""
+"""By `OptimizerConfig.name`."""

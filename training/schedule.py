@@ -1,6 +1,7 @@
 """Learning-rate schedules as pure functions of the step: nothing to save, nothing to resume.
 
-A multiplier m(step, total) in 0..1 after warm-up; total is the whole run's, not one node's.
+A schedule is a multiple m(t) of the learning rate over progress t, 0 to 1 after warm-up; the total is the
+whole run's, not one node's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from .config import ScheduleConfig
 
 
 def multiplier(config: ScheduleConfig, step: int) -> float:
-    """Return the factor on the learning rate at `step` (counted from 0): linear warm-up, then the named decay.
+    """Return the factor on the learning rate at `step`, counted from 0.
 
-    Raises ValueError for an unknown schedule, or a decaying one that does not know its total steps.
+    A linear warm-up to 1, then the named decay from 1 to `config.floor`, which holds beyond the total
+    steps. Raises ValueError for an unknown schedule, or a decaying one that does not know its total steps.
     """
     if config.name not in SCHEDULES:
         raise ValueError(f"schedule: {config.name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
@@ -23,12 +25,32 @@ def multiplier(config: ScheduleConfig, step: int) -> float:
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     length = max(1, config.total_steps - config.warmup_steps)
-    return SCHEDULES[config.name](min(1.0, (step - config.warmup_steps) / length))
+    progress = min(1.0, (step - config.warmup_steps) / length)
+    return config.floor + (1.0 - config.floor) * SCHEDULES[config.name](progress, config)
 
 
-SCHEDULES: Mapping[str, Callable[[float], float]] = {
-    "constant": lambda t: 1.0,
-    "linear": lambda t: 1.0 - t,
-    "cosine": lambda t: 0.5 * (1.0 + math.cos(math.pi * t)),
+def cosine(t: float) -> float:
+    """(1 + cos(pi t)) / 2 (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5)."""
+    return 0.5 * (1.0 + math.cos(math.pi * t))
+
+
+def restarts(t: float, cycles: int) -> float:
+    """`cycles` cosines of equal length, one after the other (arXiv:1608.03983, T_mult = 1)."""
+    return 0.0 if t >= 1.0 else cosine(t * cycles % 1.0)
+
+
+def rex(t: float) -> float:
+    """(1 - t) / (1/2 + (1 - t)/2): slow at first, steep at the end (Chen et al. 2021, arXiv:2107.04197,
+    sec. 3)."""
+    return (1.0 - t) / (0.5 + 0.5 * (1.0 - t))
+
+
+SCHEDULES: Mapping[str, Callable[[float, ScheduleConfig], float]] = {
+    "constant": lambda t, config: 1.0,
+    "linear": lambda t, config: 1.0 - t,
+    "cosine": lambda t, config: cosine(t),
+    "restarts": lambda t, config: restarts(t, config.cycles),
+    "polynomial": lambda t, config: (1.0 - t) ** config.power,
+    "rex": lambda t, config: rex(t),
 }
-"""Name -> multiplier as a function of progress in 0..1 after warm-up."""
+"""Name -> multiple as a function of progress in 0..1 after warm-up; 1 at the start, 0 at the end."""

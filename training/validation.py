@@ -40,8 +40,8 @@ def validation_loss(
 ) -> float:
     """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
 
-    Takes the base for itself meanwhile, and gives it back as it was. With a `limit` above 0, that many samples,
-    evenly spread, are measured. Raises ValueError without samples and for a state of other layers.
+    Takes the base for itself meanwhile, and gives it back as it was. With a `limit` above 0, that many
+    samples, evenly spread, are measured. Raises ValueError without samples and for a state of other layers.
     """
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     dtype = compute_dtype(memory or MemoryConfig(), denoiser.device)
