@@ -1,27 +1,54 @@
 """A run: training with a key and a folder, so that the same work is never done twice and none is ever lost.
 
-The key digests everything that decides the result except how many steps are asked for, because a longer run passes
-through every state of a shorter one. So a finished run costs nothing, a longer one continues, and one that was
-cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped.
+The key digests everything that decides the result except how many steps are asked for, because a longer run
+passes through every state of a shorter one. So a finished run costs nothing, a longer one continues, and
+one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped.
+
+The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock` and `checkpoints/step-<n>/`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from .checkpoint import StateHandle, open_state, save_state
-from .config import TrainConfig, digest, to_dict
-from .loop import STOP, OnStep, Progress, ignore, train
-from .model import Dataset, Denoiser
+from .checkpoint import (
+    StateHandle,
+    open_state,
+    read_values,
+    remove_leftovers,
+    remove_state,
+    save_state,
+    size_in_bytes,
+    write_text,
+)
+from .config import CheckpointConfig, TrainConfig, digest, to_dict
+from .lock import locked
+from .log import RunLog
+from .loop import STOP, OnStep, Progress, ignore, initial_state, train
+from .model import Dataset, Denoiser, Samples
+from .signals import raise_if_asked, saving_run
+from .state import TrainState, best_step
+from .work import MidStep
 
 log = logging.getLogger(__name__)
+
+MARGIN = 32 << 20
+"""Bytes that a run leaves free on the disk for everything else."""
+
+DISK_CHECK_SECONDS = 5.0
+
+
+class DiskFull(OSError):
+    """The disk has no room for the next checkpoint; what was trained is saved."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +57,27 @@ class Run:
 
     folder: Path
     """<output>/graft/<name>-<key>"""
-    checkpoint_minutes: float = 5.0
-    keep: int = 2
-    """Newest checkpoints that survive; results that a node returned are kept besides."""
+    saving: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tensorboard: bool = False
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
 
-def run_key(denoiser: Denoiser, dataset: Dataset, config: TrainConfig, start: StateHandle | None) -> str:
+
+def run_key(
+    denoiser: Denoiser,
+    dataset: Dataset,
+    config: TrainConfig,
+    start: StateHandle | None,
+    validation: Samples | None = None,
+) -> str:
     """Return 16 hex digits: equal keys mean that one run passes through the states of the other."""
-    return digest(config, dataset.fingerprint, denoiser.fingerprint, start.digest if start else "")
+    held_out = [validation.fingerprint] if validation is not None else []
+    return digest(config, dataset.fingerprint, denoiser.fingerprint, start.digest if start else "", *held_out)
 
 
 def execute(
@@ -54,80 +90,187 @@ def execute(
     steps: int,
     on_step: OnStep = ignore,
     notes: Mapping[str, str] = MappingProxyType({}),
+    validation: Samples | None = None,
 ) -> StateHandle:
     """Return the state `steps` after `start`, training only what no checkpoint of the run already holds.
 
-    Whatever ends the training early (an error, a cancel of either ComfyUI's kind, `on_step` returning STOP), the last
-    whole step is on disk before this function is left.
+    Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
+    returning STOP), the last whole step is on disk before this function is left.
+
+    Raises OSError when the folder cannot be written or the disk is full (DiskFull: the run is saved), and
+    ValueError when another process is training this run.
     """
     first = start.step if start else 0
     target = first + steps
-    newest = latest(run, first, target)
-    if newest and newest.step == target:
-        log.info("Graft: step %d of this run is already trained; nothing to do.", target)
-        return newest
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "config.json").write_text(json.dumps(to_dict(config), indent=1), encoding="utf-8")
-    if newest:
-        log.info("Graft: resuming at step %d of %d.", newest.step, target)
-    resume = newest or start
-    saver = _Saver(run, on_step)
-    try:
-        train(
-            denoiser,
-            dataset,
-            config,
-            resume.load() if resume else None,
-            steps=target - (resume.step if resume else 0),
-            on_step=saver,
-            notes=notes,
-        )
-    finally:
-        handle = saver.save()
-    assert handle is not None
-    return handle
+    with locked(run.folder), saving_run():
+        tidy(run)
+        newest = latest(run, first, target)
+        if newest and newest.step == target:
+            log.info("Graft: step %d of this run is already trained; nothing to do.", target)
+            return hand_on(run, newest, config)
+        if newest:
+            log.info("Graft: resuming at step %d of %d.", newest.step, target)
+        resume = newest or start
+        state = resume.load() if resume else initial_state(denoiser, config)
+        require_space(run, 4 * size_in_bytes(state) if not state.optimizer.name else size_in_bytes(state))
+        write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
+        watch = _Watch(run, on_step, RunLog(run.folder, state.step, tensorboard=run.tensorboard))
+        try:
+            train(
+                denoiser,
+                dataset,
+                config,
+                state,
+                steps=target - state.step,
+                on_step=watch,
+                notes=notes,
+                validation=validation,
+            )
+        finally:
+            watch.log.close()
+            saved = watch.save()
+        reached = saved or resume
+        assert reached is not None, "a fresh run ends after at least one step"
+        return hand_on(run, reached, config)
 
 
 def latest(run: Run, first: int, target: int) -> StateHandle | None:
-    """Return the newest sound checkpoint after step `first` and up to `target`; damaged ones are passed over."""
-    found = sorted(run.checkpoints.glob("step-*"), reverse=True)
-    for folder in found:
-        try:
-            step = int(folder.name.removeprefix("step-"))
-            if first < step <= target:
+    """Return the newest sound checkpoint after step `first` and up to `target`; damaged ones are passed
+    over."""
+    for step, folder in sorted(_checkpoints(run).items(), reverse=True):
+        if first < step <= target:
+            try:
                 return open_state(folder)
-        except ValueError as error:
-            log.warning("Graft: %s Falling back to the checkpoint before it.", error)
+            except ValueError as error:
+                log.warning("Graft: %s Falling back to the checkpoint before it.", error)
     return None
 
 
-class _Saver:
-    """Watches the steps and checkpoints every few minutes."""
+def best(run: Run, handle: StateHandle) -> StateHandle:
+    """Return the state with the lowest validation loss on the way to `handle`, or `handle` itself without
+    one."""
+    validations = read_values(handle.path)["validations"]
+    with suppress(ValueError):
+        return open_state(run.checkpoint(best_step(validations)))
+    return handle
 
-    def __init__(self, run: Run, on_step: OnStep) -> None:
-        self.run, self.on_step = run, on_step
+
+def hand_on(run: Run, handle: StateHandle, config: TrainConfig) -> StateHandle:
+    """Return the state that the run's end hands on, marked so that no later run of this folder removes it."""
+    if config.validation.result == "best":
+        handle = best(run, handle)
+    with suppress(OSError):  # a disk without room for an empty file; the state itself is there
+        (handle.path / KEPT).touch()
+    return handle
+
+
+KEPT = "kept"
+"""File in the folder of a checkpoint that a node handed on: a graph may hold it."""
+
+
+def tidy(run: Run) -> None:
+    """Remove what a killed run left half-written: files under temporary names, and folders without a
+    state."""
+    remove_leftovers(run.folder)
+    for folder in _checkpoints(run).values():
+        remove_leftovers(folder)
+        if not (folder / "state.json").exists():
+            remove_state(folder)
+
+
+def prune(run: Run, step: int, best: int) -> None:
+    """Remove checkpoints up to `step` other than the newest, the best one and those that were handed on.
+
+    Those beyond `step` belong to a longer run of the same graph, and stay.
+    """
+    past = sorted(known for known in _checkpoints(run) if known <= step)
+    for known in past[: -run.saving.keep]:
+        folder = run.checkpoint(known)
+        if known != best and not (folder / KEPT).exists():
+            remove_state(folder)
+
+
+def require_space(run: Run, needed: int) -> None:
+    """Raise DiskFull unless `needed` bytes and a margin are free where the run is kept."""
+    free = shutil.disk_usage(run.folder).free
+    if free < needed + MARGIN:
+        raise DiskFull(
+            f"{run.folder}: {free >> 20} MB are free, and a checkpoint needs {(needed + MARGIN) >> 20} MB. "
+            "Free some space and queue the graph again: what is saved of this run is not trained twice."
+        )
+
+
+class _Watch:
+    """Follows a run step by step: log, checkpoints, disk space, signals, and then whoever else wants to
+    know."""
+
+    def __init__(self, run: Run, on_step: OnStep, run_log: RunLog) -> None:
+        self.run, self.on_step, self.log = run, on_step, run_log
         self.progress: Progress | None = None
         self.saved: StateHandle | None = None
-        self.saved_at = time.monotonic()
-        self.own: list[Path] = []
+        self.saved_at = self.checked_at = time.monotonic()
+        self.size = 0
+        """Of a checkpoint, once one was written."""
 
     def __call__(self, progress: Progress) -> str | None:
         self.progress = progress
-        if time.monotonic() - self.saved_at > 60 * self.run.checkpoint_minutes:
-            self.save()
+        self.log.write(progress)
+        if self.due(progress):
+            self.save_if_possible()
+        self.check_disk()
+        raise_if_asked()
         return self.on_step(progress)
+
+    def due(self, progress: Progress) -> bool:
+        every = self.run.saving.steps
+        late = time.monotonic() - self.saved_at >= 60 * self.run.saving.minutes
+        return progress.best or late or bool(every and progress.step % every == 0)
+
+    def save_if_possible(self) -> None:
+        """Save; a folder that is locked or gone for a moment is reported and tried again when the next save
+        is due."""
+        try:
+            self.save()
+        except OSError as error:
+            self.saved_at = time.monotonic()
+            log.warning("Graft: %s could not be saved (%s); training goes on.", self.run.folder, error)
 
     def save(self) -> StateHandle | None:
         """Write the last whole step, unless it is on disk already; None before the first step."""
         if self.progress and (self.saved is None or self.saved.step < self.progress.step):
-            folder = self.run.checkpoints / f"step-{self.progress.step:08d}"
-            self.saved = save_state(self.progress.state(), folder)
-            self.own.append(folder)
-            for old in self.own[: -self.run.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-                self.own.remove(old)
-        self.saved_at = time.monotonic()
+            try:
+                state = self.progress.state()
+            except MidStep as error:
+                log.warning("Graft: %s", error)
+                return self.saved
+            self.write(state)
         return self.saved
 
+    def write(self, state: TrainState) -> None:
+        self.saved = save_state(state, self.run.checkpoint(state.step))
+        self.saved_at = time.monotonic()
+        self.size = size_in_bytes(state)
+        prune(self.run, state.step, best_step(state.validations))
 
-__all__ = ["STOP", "Run", "execute", "latest", "run_key"]
+    def check_disk(self) -> None:
+        """Save and stop while the disk still has room for one checkpoint but hardly for another."""
+        if time.monotonic() - self.checked_at < DISK_CHECK_SECONDS or not self.progress:
+            return
+        self.checked_at = time.monotonic()
+        self.size = self.size or size_in_bytes(self.progress.state())
+        try:
+            require_space(self.run, self.size + self.size // 4)
+        except DiskFull:
+            self.save()
+            raise
+
+
+def _checkpoints(run: Run) -> dict[int, Path]:
+    """Return the run's checkpoint folders by step."""
+    found = (
+        (re.fullmatch(r"step-(\d{8,})", folder.name), folder) for folder in run.checkpoints.glob("step-*")
+    )
+    return {int(match[1]): folder for match, folder in found if match and folder.is_dir()}
+
+
+__all__ = ["STOP", "DiskFull", "Run", "best", "execute", "latest", "run_key"]

@@ -1,0 +1,307 @@
+"""A run never trains the same step twice and never loses one, whatever ends it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import logging
+import shutil
+import threading
+
+import pytest
+import torch
+
+from graft.training import run as run_module
+from graft.training.checkpoint import open_state
+from graft.training.config import CheckpointConfig, OptimizerConfig, ValidationConfig, from_dict, to_dict
+from graft.training.lock import locked
+from graft.training.log import read_log
+from graft.training.loop import STOP
+from graft.training.run import DiskFull, Run, execute, run_key
+from graft.training.work import Work
+
+from .test_laws import CONFIG, assert_same
+from .test_laws import run as train_without_a_folder
+from .test_validation import TinySamples
+from .tiny import TinyDataset, TinyDenoiser
+
+EVERY_STEP = CheckpointConfig(minutes=0)
+
+
+class Cancelled(BaseException):
+    """ComfyUI's interrupt is an Exception in one version and a BaseException in another."""
+
+
+def go(
+    folder, steps, *, on_step=lambda progress: None, start=None, config=CONFIG, saving=EVERY_STEP, **options
+):
+    return execute(
+        Run(folder, saving),
+        TinyDenoiser(),
+        TinyDataset(),
+        config,
+        start,
+        steps=steps,
+        on_step=on_step,
+        **options,
+    )
+
+
+def counting(seen):
+    return lambda progress: seen.append(progress.step)
+
+
+def failing_at(step, error):
+    def on_step(progress):
+        if progress.step == step:
+            raise error
+
+    return on_step
+
+
+def checkpoints(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_finished_run_costs_no_step(tmp_path):
+    first, seen = go(tmp_path, 4), []
+    assert go(tmp_path, 4, on_step=counting(seen)) == first and not seen
+
+
+def test_more_steps_continue_where_fewer_ended(tmp_path):
+    go(tmp_path, 3)
+    seen = []
+    assert_same(go(tmp_path, 5, on_step=counting(seen)).load(), train_without_a_folder(steps=5))
+    assert seen == [4, 5]
+
+
+def test_fewer_steps_give_the_earlier_state_and_leave_the_later_one(tmp_path):
+    later = go(tmp_path, 5)
+    assert_same(go(tmp_path, 2).load(), train_without_a_folder(steps=2))
+    assert_same(later.load(), train_without_a_folder(steps=5))
+
+
+def test_two_runs_in_a_chain_equal_one(tmp_path):
+    half = go(tmp_path / "a", 3)
+    assert_same(go(tmp_path / "b", 3, start=half).load(), train_without_a_folder(steps=6))
+
+
+@pytest.mark.parametrize("error", [Cancelled(), RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
+    rarely = CheckpointConfig(minutes=60)
+    with pytest.raises(type(error)):
+        go(tmp_path, 6, on_step=failing_at(3, error), saving=rarely)
+    seen = []
+    assert_same(
+        go(tmp_path, 6, on_step=counting(seen), saving=rarely).load(), train_without_a_folder(steps=6)
+    )
+    assert seen == [4, 5, 6]
+
+
+def test_finish_returns_the_last_step_and_queueing_again_goes_on(tmp_path):
+    stop = go(tmp_path, 6, on_step=lambda progress: STOP if progress.step == 2 else None)
+    assert stop.step == 2
+    assert_same(go(tmp_path, 6).load(), train_without_a_folder(steps=6))
+
+
+def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path, monkeypatch, caplog):
+    optimize = torch.optim.AdamW.step
+
+    def fails(self, *args):
+        optimize(self, *args)
+        if next(iter(self.state.values()))["step"] == 3:
+            raise RuntimeError("out of memory")
+
+    go(tmp_path, 1)
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        go(tmp_path, 4, saving=CheckpointConfig(minutes=60))
+    assert checkpoints(tmp_path) == [1] and "half done" in caplog.text
+    monkeypatch.undo()
+    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):
+    with pytest.raises(Cancelled):
+        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
+    [tensors] = (tmp_path / "checkpoints" / "step-00000004").glob("*.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    seen = []
+    assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
+    assert seen == [4, 5, 6] and "Falling back" in caplog.text
+
+
+def test_newest_checkpoints_results_and_the_best_one_are_kept(tmp_path):
+    go(tmp_path, 3)
+    config = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1))
+    go(tmp_path, 9)
+    assert checkpoints(tmp_path) == [3, 8, 9]
+    handle = go(tmp_path / "v", 9, config=config, validation=TinySamples())
+    lowest = min(handle.load().validations, key=lambda entry: entry[1])[0]
+    assert checkpoints(tmp_path / "v") == sorted({lowest, 8, 9})
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    go(tmp_path, 2)
+    torn = tmp_path / "checkpoints" / "step-00000007"
+    torn.mkdir()
+    (torn / "state-00.safetensors").write_text("half")
+    (tmp_path / "checkpoints" / "step-00000002" / ".writing-0a").write_text("half")
+    go(tmp_path, 3)
+    assert not torn.exists() and not list(tmp_path.rglob(".writing-*"))
+
+
+def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
+    saving = CheckpointConfig(minutes=60, steps=2, keep=9)
+    go(tmp_path, 5, saving=saving)
+    assert checkpoints(tmp_path) == [2, 4, 5]
+
+
+def test_the_log_has_every_step_once_after_a_resume(tmp_path):
+    with pytest.raises(Cancelled):
+        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    with (tmp_path / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 5, "lo')
+    state = go(tmp_path, 6).load()
+    lines = read_log(tmp_path / "log.jsonl")
+    table = list(csv.DictReader((tmp_path / "log.csv").open(encoding="utf-8")))
+    assert [line["step"] for line in lines] == [int(row["step"]) for row in table] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in lines] == pytest.approx(state.losses, rel=1e-6)
+
+
+def test_the_folder_says_how_it_was_trained(tmp_path):
+    go(tmp_path, 1)
+    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert from_dict(type(CONFIG), settings) == CONFIG and settings == json.loads(json.dumps(to_dict(CONFIG)))
+
+
+def test_progress_counts_time_images_and_steps(tmp_path):
+    seen = []
+    go(tmp_path, 3, on_step=seen.append)
+    assert [(p.step, p.total, p.images) for p in seen] == [(1, 3, 2), (2, 3, 2), (3, 3, 2)]
+    assert seen[-1].smoothed == pytest.approx(sum(p.loss for p in seen) / 3) and seen[-1].time_left == 0
+
+
+def test_one_run_is_not_trained_twice_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="being trained already, by process"):
+        go(tmp_path, 1)
+    assert go(tmp_path, 1).step == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="no run can be kept here"):
+        go(tmp_path / "file" / "run", 1)
+
+
+def test_a_run_does_not_start_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(DiskFull, match="0 MB are free"):
+        go(tmp_path, 1)
+
+
+def test_a_disk_that_fills_up_stops_the_run_with_a_saved_state(tmp_path, monkeypatch):
+    free = iter([1 << 40, 1 << 40, 0])
+    usage = shutil._ntuple_diskusage
+    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: usage(1, 1, next(free)))
+    with pytest.raises(DiskFull, match="queue the graph again"):
+        go(tmp_path, 9, saving=CheckpointConfig(minutes=60))
+    monkeypatch.undo()
+    assert checkpoints(tmp_path) == [2]
+    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
+
+
+def test_a_failed_write_is_reported_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    save, failures = run_module.save_state, [OSError("locked"), OSError("locked")]
+
+    def sometimes(state, folder):
+        if failures:
+            raise failures.pop()
+        return save(state, folder)
+
+    monkeypatch.setattr(run_module, "save_state", sometimes)
+    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
+    assert caplog.text.count("could not be saved (locked)") == 2
+
+
+def test_a_state_that_another_one_replaced_is_not_loaded(tmp_path):
+    handle = go(tmp_path, 2)
+    run_module.save_state(train_without_a_folder(steps=1), handle.path)
+    with pytest.raises(ValueError, match="another training state"):
+        handle.load()
+
+
+def test_the_key_follows_everything_that_decides_the_result(tmp_path):
+    denoiser, dataset = TinyDenoiser(), TinyDataset()
+    other = dataclasses.replace(CONFIG, seed=8)
+    keys = {
+        run_key(denoiser, dataset, CONFIG, None),
+        run_key(denoiser, dataset, other, None),
+        run_key(TinyDenoiser(1), dataset, CONFIG, None),
+        run_key(denoiser, dataset, CONFIG, go(tmp_path, 1)),
+        run_key(denoiser, dataset, CONFIG, None, TinySamples()),
+    }
+    assert len(keys) == 5 and run_key(denoiser, dataset, CONFIG, None) in keys
+
+
+def test_a_run_in_another_thread_is_saved_by_an_interrupt(tmp_path):
+    errors = []
+
+    def work():
+        try:
+            go(tmp_path, 6, on_step=failing_at(2, Cancelled()), saving=CheckpointConfig(minutes=60))
+        except Cancelled as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors and checkpoints(tmp_path) == [2]
+    assert_same(go(tmp_path, 6).load(), train_without_a_folder(steps=6))
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named(caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    build = Work.__init__
+
+    def cut_off(self, *args):
+        build(self, *args)
+        self.adapters["blocks.0.mlp"].forward = lambda layer, x: layer.forward(x)
+
+    monkeypatch.setattr(Work, "__init__", cut_off)
+    train_without_a_folder(steps=1)
+    assert "no gradient" not in caplog.text
+    train_without_a_folder(steps=2)
+    assert "no gradient has reached 2 of" in caplog.text and "blocks.0.mlp.down" in caplog.text
+
+
+def test_a_run_that_nothing_reaches_is_stopped(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: False)
+    with pytest.raises(ValueError, match="nothing would be learnt"):
+        train_without_a_folder(steps=2)
+
+
+def test_an_image_that_is_no_number_is_named_and_the_weights_are_kept(tmp_path):
+    class Spoilt(TinyDataset):
+        def batch(self, size, *, seed, index):
+            batch = super().batch(size, seed=seed, index=index)
+            if index == 2:
+                batch.latents[1] = float("nan")
+            return batch
+
+    with pytest.raises(FloatingPointError, match=r"step 3: .* 1\.png at noise level 0\.\d+"):
+        execute(Run(tmp_path), TinyDenoiser(), Spoilt(), CONFIG, None, steps=4)
+    saved = open_state(tmp_path / "checkpoints" / "step-00000002").load()
+    assert_same(saved, train_without_a_folder(steps=2))
+
+
+def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
+    start = go(tmp_path / "a", 2)
+    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.5))
+    assert not torch.equal(
+        next(iter(go(tmp_path / "b", 2, start=start, config=config).load().weights.values())),
+        next(iter(go(tmp_path / "c", 2, start=start).load().weights.values())),
+    )

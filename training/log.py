@@ -1,0 +1,130 @@
+"""The course of a run on disk: `log.jsonl` and `log.csv`, one line a step, and TensorBoard's files where
+wanted.
+
+Lines are appended as steps are done. A run that resumes first drops the lines beyond the step it resumes
+at, and the torn line that a kill may leave, so that every step is there once.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+from pathlib import Path
+from typing import IO, Any
+
+from .checkpoint import write_text
+from .loop import Progress
+
+log = logging.getLogger(__name__)
+
+FIELDS = (
+    "step",
+    "epoch",
+    "loss",
+    "smoothed",
+    "validation",
+    "lr",
+    "grad_norm",
+    "seconds",
+    "images_per_second",
+    "time_left",
+    "memory",
+)
+
+Entry = dict[str, Any]
+
+
+def entry(progress: Progress) -> Entry:
+    """Return what the log says of one step; a value that does not apply is None."""
+    rate = progress.images / progress.seconds if progress.seconds else None
+    values = {**vars(progress), "images_per_second": rate, "memory": progress.memory or None}
+    return {name: _rounded(values[name]) for name in FIELDS}
+
+
+def read_log(path: Path) -> list[Entry]:
+    """Return the entries of a `log.jsonl`, up to the first line that is torn; none when there is no file."""
+    entries: list[Entry] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found = json.loads(line)
+            if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+                break
+            entries.append(found)
+    except (OSError, ValueError):
+        pass
+    return entries
+
+
+class RunLog:
+    """Appends to the log of a run that is at `step`. A log that cannot be written never stops a run."""
+
+    def __init__(self, folder: Path, step: int, *, tensorboard: bool = False) -> None:
+        self.files: list[tuple[IO[str], bool]] = []
+        self.board = _tensorboard(folder, step) if tensorboard else None
+        jsonl, table = folder / "log.jsonl", folder / "log.csv"
+        kept = [known for known in read_log(jsonl) if known["step"] <= step]
+        try:
+            write_text(jsonl, "".join(map(_json, kept)))
+            write_text(table, ",".join(FIELDS) + "\n" + "".join(map(_csv, kept)))
+            self.files = [
+                (path.open("a", encoding="utf-8", newline=""), path is jsonl) for path in (jsonl, table)
+            ]
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, progress: Progress) -> None:
+        line = entry(progress)
+        try:
+            for file, is_json in self.files:
+                file.write(_json(line) if is_json else _csv(line))
+                file.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+        if self.board is not None:
+            for name in ("loss", "smoothed", "validation", "lr", "grad_norm"):
+                if line[name] is not None:
+                    self.board.add_scalar(f"graft/{name}", line[name], progress.step)
+
+    def close(self) -> None:
+        for file, _ in self.files:
+            try:
+                file.close()
+            except OSError as error:
+                log.warning("Graft: the log could not be finished (%s).", error)
+        self.files = []
+        if self.board is not None:
+            self.board.close()
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("Graft: the run's log cannot be written (%s); training goes on without it.", error)
+        self.files = []
+
+
+def _json(line: Entry) -> str:
+    return json.dumps(line) + "\n"
+
+
+def _csv(line: Entry) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow([line.get(name) for name in FIELDS])
+    return text.getvalue()
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "TensorBoard logs need the package tensorboard (python -m pip install tensorboard); log.csv and "
+            "log.jsonl are written without it."
+        ) from error
+    return SummaryWriter(folder / "tensorboard", purge_step=step + 1)

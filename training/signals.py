@@ -1,0 +1,87 @@
+"""SIGTERM and Ctrl-C let a run finish its step and save itself before they end the process.
+
+Python delivers signals to the main thread only. A run in the main thread (the command line) handles them
+itself; for runs in other threads (ComfyUI's) the main thread calls `save_on_sigterm` once, when the
+extension is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+GRACE = 60.0
+"""Seconds that the runs of other threads get to finish their step and save."""
+
+_asked: list[int] = []
+"""Signals that came and no run has acted on."""
+_running = 0
+_lock = threading.Lock()
+
+
+class Terminated(BaseException):
+    """The process was asked to end; what was trained is saved."""
+
+
+@contextmanager
+def saving_run() -> Iterator[None]:
+    """Mark a run as under way; in the main thread, put signals off until `raise_if_asked`."""
+    global _running
+    with _lock:
+        _running += 1
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, _put_off) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        with _lock:
+            _running -= 1
+
+
+def raise_if_asked() -> None:
+    """Raise when a signal came since the last call: KeyboardInterrupt for Ctrl-C, SystemExit or Terminated
+    else."""
+    if not _asked:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise Terminated("the server is being stopped; the run is saved and goes on when it is queued again.")
+    number = _asked.pop()
+    _asked.clear()
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def save_on_sigterm() -> None:
+    """From the main thread: let runs of other threads save when SIGTERM comes, then end the process as
+    before."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _asked.append(number)
+        deadline = time.monotonic() + GRACE
+        while _running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _put_off(number: int, frame: Any) -> None:
+    if _asked and number == signal.SIGINT:  # asked twice: now
+        _asked.clear()
+        raise KeyboardInterrupt
+    _asked.append(number)
