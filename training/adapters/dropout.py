@@ -38,6 +38,11 @@ class Draw:
     def __init__(self, config: AdapterConfig, path: str, x: Tensor) -> None:
         self.config, self.path, self.x = config, path, x
 
+    def drops_nothing(self) -> bool:
+        """Say whether the adapter computes as it does outside training."""
+        config = self.config
+        return _current is None or not (config.dropout or config.rank_dropout or config.module_dropout)
+
     def leaves_out_module(self) -> bool:
         """Say whether the adapter does not take part; the others are not scaled up for it (as in
         sd-scripts)."""

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ..config import AdapterConfig
 from ..layer import FrozenLayer, LayerSpec
+from . import fused
 from .base import Adapter, compute_dtype
+from .dropout import Draw
 
 
 class LoRA(Adapter):
@@ -25,6 +27,8 @@ class LoRA(Adapter):
 
     suffixes = {"down": "lora_down.weight", "up": "lora_up.weight", "mid": "lora_mid.weight"}
     starts_at_zero: ClassVar[tuple[str, ...]] = ("up",)
+    is_two_factors: ClassVar[bool] = True
+    """Whether the difference is scale * up @ down and nothing else."""
     padded_with_zeros = ("up",)
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
@@ -56,6 +60,13 @@ class LoRA(Adapter):
     @staticmethod
     def rank_in(weights: Mapping[str, Tensor]) -> int | None:
         return weights["down"].shape[0]
+
+    def forward(self, layer: FrozenLayer, x: Tensor) -> Tensor:
+        """As the base's, fused into one function where nothing is dropped out."""
+        drops_nothing = Draw(self.config, layer.name, x).drops_nothing()
+        if self.is_two_factors and drops_nothing and fused.can_fuse(layer):
+            return fused.low_rank(layer, x, thin_down(dict(self.named_parameters())), self.up, self.scale)
+        return super().forward(layer, x)
 
     def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
         dtype = compute_dtype(x, self.up)

@@ -27,6 +27,7 @@ class PiSSA(LoRA):
 
     needs_base = True
     starts_at_zero = ()
+    is_two_factors = False
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, dataclasses.replace(config, tucker=False))
