@@ -66,8 +66,13 @@ class FrozenLayer:
         self.bias = bias
         self.kind = LAYER_KINDS[spec.kind]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer's output from x, differentiable with respect to x only."""
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the layer's output from x, differentiable with respect to x only.
+
+        ComfyUI asks its embeddings for an `out_dtype`.
+        """
+        if out_dtype is not None:
+            return self.forward(x).to(out_dtype)
         if self.kind.input_gradient is None or not (torch.is_grad_enabled() and x.requires_grad):
             return self._apply(x)
         return _Frozen.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]

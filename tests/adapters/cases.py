@@ -24,7 +24,6 @@ METHODS = {
     "lokr": {"algorithm": "lokr", "rank": 2, "alpha": 1.0},
     "lokr-factor": {"algorithm": "lokr", "rank": 1, "alpha": 0.5, "factor": 2},
     "lokr-both": {"algorithm": "lokr", "rank": 1, "alpha": 0.5, "decompose_both": True, "factor": 4},
-    "lokr-tucker": {"algorithm": "lokr", "rank": 2, "alpha": 1.0, "tucker": True},
     "lokr-full": {"algorithm": "lokr", "full_matrix": True},
 }
 """Name -> what differs from rank 3, alpha 1.5 (never equal, so that a lost alpha shows)."""

@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from graft.training.adapters import draws
-from graft.training.adapters.lokr import factorise
+from graft.training.adapters.lokr import LoKr, factorise
 
 from .cases import LAYERS, METHODS, base_weight, case, merged_output, trained_case
 
@@ -39,6 +39,15 @@ def test_lokr_equals_lycoris(method, kind):
     names = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
     theirs = lycoris_lokr.kron_weight(*(w.get(name) for name in names), scale=adapter.scale, backend="torch")
     assert torch.allclose(adapter.delta(), theirs.reshape(adapter.spec.shape), atol=1e-6)
+
+
+def test_a_tucker_core_of_lycoris_is_read_and_not_trained():
+    w1, w2_a, w2_b, t2 = torch.randn(4, 4), torch.randn(2, 6), torch.randn(2, 5), torch.randn(2, 2, 3, 3)
+    theirs = lycoris_lokr.kron_weight(w1, None, None, None, w2_a, w2_b, t2, backend="torch")
+    ours = LoKr.compose({"w1": w1, "w2_a": w2_a, "w2_b": w2_b, "t2": t2})
+    assert torch.allclose(ours.reshape(theirs.shape), theirs, atol=1e-5)
+    with pytest.raises(ValueError, match="tucker is for LoRA and LoHa"):
+        case("lokr", "conv2d", tucker=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -135,7 +135,7 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
     before = {name: layers[name].module.__dict__.get("forward") for name in adapters}
     try:
         for name, adapter in adapters.items():
-            layers[name].module.forward = partial(adapter, layers[name])
+            layers[name].module.forward = partial(_forward, adapter, layers[name])
         yield
     finally:
         for name, forward in before.items():
@@ -143,3 +143,8 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
                 layers[name].module.__dict__.pop("forward", None)
             else:
                 layers[name].module.forward = forward
+
+
+def _forward(adapter: Adapter, layer: FrozenLayer, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    y: Tensor = adapter(layer, x)
+    return y if out_dtype is None else y.to(out_dtype)

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from ..config import AdapterConfig
 from ..layer import LayerSpec
 from .base import Adapter
-from .lora import kernel_can_be_decomposed, masked
+from .lora import masked
 
 
 class LoKr(Adapter):
-    """w1, or w1_a (out1, rank) and w1_b (rank, in1); w2, or w2_a (out2, rank) and w2_b (rank, in2 * kernel);
-    with t2 (rank, rank, *kernel): w2_a (rank, out2) and w2_b (rank, in2)."""
+    """w1, or w1_a (out1, rank) and w1_b (rank, in1); w2, or w2_a (out2, rank) and w2_b (rank, in2 * kernel).
+
+    Files of LyCORIS may have t2 (rank, rank, *kernel) with w2_a (rank, out2) and w2_b (rank, in2).
+    """
 
     suffixes = {name: f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
     starts_at_zero = ("w2", "w2_b")
@@ -31,12 +33,13 @@ class LoKr(Adapter):
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
+        if config.tucker:
+            raise ValueError("tucker is for LoRA and LoHa: ComfyUI fails to apply a LoKr file with a Tucker core.")
         out1, out2 = factorise(spec.shape[0], config.factor)
         in1, in2 = factorise(spec.shape[1], config.factor)
-        self.grid, kernel, rank = (out1, out2, in1, in2), spec.shape[2:], config.rank
+        kernel, rank = spec.shape[2:], config.rank
         self.whole1 = config.full_matrix or not config.decompose_both or rank >= max(out1, in1) / 2
         self.whole2 = config.full_matrix or rank >= max(out2, in2) / 2
-        self.tucker = config.tucker and not self.whole2 and kernel_can_be_decomposed(spec)
         if self.whole1 and self.whole2:
             self.scale = 1.0
         if self.whole1:
@@ -48,10 +51,6 @@ class LoKr(Adapter):
             # ComfyUI takes the Kronecker product of a whole w2 of a one-dimensional convolution over the
             # wrong axes, and of a flat one over the right ones.
             self._add("w2", out2, *((in2, *kernel) if len(kernel) == 2 else (in2 * math.prod(kernel),)))
-        elif self.tucker:
-            self._add("w2_a", rank, out2)
-            self._add("w2_b", rank, in2)
-            self._add("t2", rank, rank, *kernel)
         else:
             self._add("w2_a", out2, rank)
             self._add("w2_b", rank, in2 * math.prod(kernel))
