@@ -12,7 +12,7 @@ from graft.training.loop import initial_state, train
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
 from .test_laws import CONFIG
-from .tiny import TinyDataset, TinyDenoiser
+from .tiny import Flow, TinyDataset, TinyDenoiser
 
 
 class TinySamples:
@@ -75,8 +75,11 @@ def test_a_limit_measures_evenly_spread_samples():
 
 
 def test_models_that_are_not_flow_are_measured_at_fractions_of_their_schedule():
-    class Eps:
+    class Eps(Flow):
         sigma_max = torch.tensor(14.6)
+
+        def noise_scaling(self, sigma, noise, latent_image):
+            return latent_image + sigma * noise
 
         def percent_to_sigma(self, percent):
             return 14.6 * (1 - percent) ** 2

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from . import objective, rng
 from .adapters import attach, restore_adapters
-from .config import MemoryConfig
+from .config import MemoryConfig, ObjectiveConfig
 from .memory.precision import compute_dtype
 from .model import Batch, Denoiser, OnProgress, Samples, Sampling
+from .sigmas import is_flow, to_sigmas
 from .state import TrainState
 
 LEVELS = tuple(level / 10 for level in range(1, 10))
@@ -72,6 +73,7 @@ def held_out_loss(
 def sample_loss(denoiser: Denoiser, batch: Batch, index: int) -> float:
     """Return the mean loss of sample number `index`, a batch of one, over all noise levels."""
     device = denoiser.device
+    batch = objective.with_guidance(batch, ObjectiveConfig(), denoiser.family)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
     noise = torch.randn(x0.shape, generator=rng.generator(NOISE_SEED, "validation", index)).to(device)
     total = 0.0
@@ -84,10 +86,8 @@ def sample_loss(denoiser: Denoiser, batch: Batch, index: int) -> float:
 
 
 def noise_levels(sampling: Sampling) -> Tensor:
-    """Return a model's sigmas at `LEVELS`: themselves where sigma ends at 1 (flow), else by its schedule."""
-    if float(sampling.sigma_max) <= 1.0:
-        return torch.tensor(LEVELS)
-    return torch.tensor([float(sampling.percent_to_sigma(1.0 - level)) for level in LEVELS])
+    """Return a model's sigmas at `LEVELS`: themselves for a flow model, else by the model's schedule."""
+    return to_sigmas(sampling, torch.tensor(LEVELS), flow=is_flow(sampling))
 
 
 def _repeated(batch: Batch, n: int) -> Batch:

@@ -1,0 +1,305 @@
+"""Every row of OPTIMIZERS learns, and continues from a file as if it had never stopped."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from graft.training.checkpoint import load_state, save_state
+from graft.training.config import AdapterConfig, EmaConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.optimizer import (
+    OPTIMIZERS,
+    build_optimizer,
+    final_weights,
+    load_optimizer,
+    save_optimizer,
+    set_lr,
+)
+
+from .test_laws import assert_same
+from .test_laws import run as train
+from .tiny import TinyDenoiser
+
+PACKAGES = {
+    "adamw8bit": "bitsandbytes",
+    "paged-adamw8bit": "bitsandbytes",
+    "lion8bit": "bitsandbytes",
+    "prodigy": "prodigyopt",
+    "schedule-free-adamw": "schedulefree",
+    "schedule-free-radam": "schedulefree",
+}
+RATES = {"prodigy": 1.0, "sgd": 0.1, "lion": 3e-4, "lion8bit": 3e-4}
+SHAPES = {"a.down": (16, 300), "a.up": (300, 16), "b.scale": (7,)}
+
+every_row = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def settings(name, **options):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    return OptimizerConfig(name, lr=RATES.get(name, 3e-3), **options)
+
+
+def parameters(shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes.items()
+    }
+
+
+def step(weights, optimizer, count, lr, first=0):
+    """Move towards the weights that are all 1."""
+    for index in range(first, first + count):
+        noise = torch.Generator().manual_seed(index)
+        for p in weights.values():
+            p.grad = (p.detach() - 1) + 0.1 * torch.randn(p.shape, generator=noise)
+        set_lr(optimizer, lr)
+        optimizer.step()
+
+
+@every_row
+def test_training_resumed_from_disk_equals_uninterrupted_training(name, tmp_path):
+    config = TrainConfig(2, 2, 3, AdapterConfig(rank=4, targets="all"), settings(name))
+    save_state(train(steps=3, config=config), tmp_path)
+    assert_same(train(load_state(tmp_path), steps=3, config=config), train(steps=6, config=config))
+
+
+@every_row
+def test_memory_saved_and_loaded_continues_bit_for_bit_also_for_tensors_in_eight_bit(name):
+    config = settings(name)
+    whole, half = parameters(), parameters()
+    optimizer = build_optimizer(whole, config)
+    step(whole, optimizer, 6, config.lr)
+    first = build_optimizer(half, config)
+    step(half, first, 3, config.lr)
+    resumed = {key: nn.Parameter(p.detach().clone()) for key, p in half.items()}
+    second = build_optimizer(resumed, config)
+    load_optimizer(second, config, save_optimizer(first, config))
+    step(resumed, second, 3, config.lr, first=3)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@every_row
+def test_every_optimizer_learns(name):
+    config = settings(name, weight_decay=0.0)
+    weights = parameters()
+    optimizer = build_optimizer(weights, config)
+    before = distance(final_weights(optimizer, config))
+    step(weights, optimizer, 60, config.lr)
+    assert distance(final_weights(optimizer, config)) < 0.999 * before
+
+
+def distance(weights):
+    return sum(float((p - 1).square().sum()) for p in weights.values())
+
+
+@every_row
+def test_settings_are_never_overridden_by_a_memory(name):
+    old, new = settings(name, weight_decay=0.1), settings(name, weight_decay=0.2, betas=(0.8, 0.9))
+    new = dataclasses.replace(new, lr=old.lr * 2)
+    weights = parameters()
+    first = build_optimizer(weights, old)
+    step(weights, first, 2, old.lr)
+    second = build_optimizer(parameters(), new)
+    before = [
+        {key: group[key] for key in group if key in old_settings(group)} for group in second.param_groups
+    ]
+    load_optimizer(second, new, save_optimizer(first, old))
+    assert before == [
+        {key: group[key] for key in group if key in old_settings(group)} for group in second.param_groups
+    ]
+
+
+def old_settings(group):
+    return {"lr", "betas", "weight_decay", "eps", "lr_scale", "momentum", "d_coef"} & set(group)
+
+
+def test_another_optimizers_memory_is_left_aside(caplog):
+    weights = parameters()
+    first = build_optimizer(weights, settings("adamw"))
+    step(weights, first, 2, 1e-3)
+    second = build_optimizer(weights, settings("lion"))
+    load_optimizer(second, settings("lion"), save_optimizer(first, settings("adamw")))
+    assert not second.state and "changed from adamw to lion" in caplog.text
+
+
+def test_eight_bit_memory_is_a_quarter_of_the_full_one():
+    sizes = {}
+    for name in ("adamw", "adamw8bit"):
+        weights = parameters({"w": (1024, 512)})
+        optimizer = build_optimizer(weights, settings(name))
+        step(weights, optimizer, 1, 1e-3)
+        state = save_optimizer(optimizer, settings(name))
+        sizes[name] = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors.values())
+    assert 0.24 < sizes["adamw8bit"] / sizes["adamw"] < 0.27
+
+
+def test_prodigy_and_schedule_free_remember_what_belongs_to_all_parameters():
+    for name, key in (("prodigy", "d"), ("schedule-free-adamw", "k")):
+        weights = parameters()
+        optimizer = build_optimizer(weights, settings(name))
+        before = optimizer.param_groups[0][key]
+        step(weights, optimizer, 5, settings(name).lr)
+        [group] = save_optimizer(optimizer, settings(name)).groups
+        assert group[key] > before
+
+
+def test_schedule_free_training_draws_with_the_average_and_keeps_both():
+    config = TrainConfig(2, 1, 0, AdapterConfig(rank=4), settings("schedule-free-adamw"))
+    state = train(steps=5, config=config)
+    name = next(name for name in state.weights if name.endswith("up"))
+    x, y, z = state.weights[name], *(state.optimizer.tensors[f"{name}.{key}"] for key in ("trained", "z"))
+    beta = config.optimizer.betas[0]
+    assert torch.allclose(y, beta * x + (1 - beta) * z, atol=1e-7) and not torch.equal(x, y)
+
+
+def test_parameters_have_learning_rates_of_their_own():
+    weights = parameters()
+    optimizer = build_optimizer(weights, settings("sgd", weight_decay=0.0, betas=(0.0, 0.0)), {"a.up": 16.0})
+    before = {name: p.detach().clone() for name, p in weights.items()}
+    for p in weights.values():
+        p.grad = torch.ones_like(p)
+    set_lr(optimizer, 0.01)
+    optimizer.step()
+    moved = {name: float((before[name] - p).mean()) for name, p in weights.items()}
+    assert moved == pytest.approx({"a.down": 0.01, "a.up": 0.16, "b.scale": 0.01}, rel=1e-3)
+
+
+def test_prodigy_refuses_several_learning_rates():
+    with pytest.raises(ValueError, match="switch off LoRA"):
+        build_optimizer(parameters(), settings("prodigy"), {"a.up": 16.0})
+
+
+def test_lion_follows_its_paper():
+    p = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = build_optimizer(
+        {"p": p}, OptimizerConfig("lion", lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    )
+    for gradient in ([0.5, -3.0], [-0.04, 1.0]):
+        p.grad = torch.tensor(gradient)
+        optimizer.step()
+    # m = 0.01 g1; update 2 = sign(0.9 m + 0.1 g2) = sign(0.0045 - 0.004), sign(-0.027 + 0.1)
+    expected = [(1.0 * 0.95 - 0.1) * 0.95 - 0.1, (-2.0 * 0.95 + 0.1) * 0.95 - 0.1]
+    assert p.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_stable_adamw_shortens_the_step_of_a_sudden_gradient():
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = build_optimizer({"p": p}, OptimizerConfig("stable-adamw", lr=0.1, weight_decay=0.0))
+    for _ in range(50):
+        p.grad = torch.full_like(p, 0.01)
+        optimizer.step()
+    before = p.detach().clone()
+    p.grad = torch.full_like(p, 10.0)
+    optimizer.step()
+    v = optimizer.state[p]["exp_avg_sq"]
+    m = optimizer.state[p]["exp_avg"]
+    shortened = 0.1 / (10.0 / v.sqrt())
+    assert torch.allclose(before - p, shortened * m / v.sqrt(), rtol=1e-4) and float(shortened[0]) < 0.02
+
+
+def test_adafactor_takes_the_learning_rate_as_given():
+    p = nn.Parameter(torch.zeros(8, 8))
+    optimizer = build_optimizer({"p": p}, OptimizerConfig("adafactor", lr=0.01, weight_decay=0.0))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.allclose(p, torch.full_like(p, -0.01), rtol=1e-3)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'adam' is unknown; choose one of adamw, adamw8bit"):
+        build_optimizer(parameters(), OptimizerConfig("adam"))
+
+
+@pytest.mark.parametrize(("name", "package"), PACKAGES.items())
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name, package, monkeypatch):
+    find = builtins.__import__
+
+    def missing(wanted, *args, **options):
+        if wanted.split(".")[0] == package:
+            raise ImportError(f"No module named {wanted!r}")
+        return find(wanted, *args, **options)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ValueError, match=f"pip install {package}"):
+        build_optimizer(parameters(), OptimizerConfig(name, lr=1.0))
+
+
+def test_bf16_weights_are_rounded_in_training_and_resume_bit_equal(tmp_path):
+    for name in ("adamw", "schedule-free-adamw"):
+        config = TrainConfig(2, 1, 0, AdapterConfig(rank=4), settings(name, weights="bf16"))
+        state = train(steps=3, config=config)
+        trained = [state.optimizer.tensors.get(f"{key}.trained", state.weights[key]) for key in state.weights]
+        assert all(torch.equal(w.bfloat16().float(), w) and w.dtype == torch.float32 for w in trained)
+        save_state(state, tmp_path)
+        assert_same(train(load_state(tmp_path), steps=3, config=config), train(steps=6, config=config))
+
+
+def test_bf16_weights_learn_what_float32_weights_learn():
+    losses = {}
+    for weights in ("fp32", "bf16"):
+        optimizer = OptimizerConfig(lr=3e-4, weights=weights)
+        config = TrainConfig(4, 1, 0, AdapterConfig(rank=4, targets="all"), optimizer)
+        losses[weights] = sum(train(steps=40, config=config).losses[-10:])
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
+
+
+def test_ema_beside_an_averaging_optimizer_is_refused():
+    adapter, optimizer = AdapterConfig(rank=4), settings("schedule-free-adamw")
+    with pytest.raises(ValueError, match="averages the weights itself"):
+        train(steps=1, config=TrainConfig(adapter=adapter, optimizer=optimizer, ema=EmaConfig(0.9)))
+
+
+class Overflowing(TinyDenoiser):
+    """Gradients beyond what fp16 holds become infinite, as they do in an fp16 network."""
+
+    limit = 0.0
+
+    def denoise(self, x_t, sigma, batch):
+        output = super().denoise(x_t, sigma, batch)
+        if output.requires_grad:
+            output.register_hook(lambda g: torch.where(g.abs() > self.limit, torch.inf, g))
+        return output
+
+
+def fp16(limit, steps, state=None):
+    config = TrainConfig(
+        2, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-3), memory=MemoryConfig("fp16")
+    )
+    denoiser = Overflowing()
+    denoiser.limit = limit
+    return train(state, steps=steps, config=config, denoiser=denoiser)
+
+
+def test_loss_scaling_changes_nothing_but_the_scale():
+    scaled = fp16(torch.inf, 3)
+    assert scaled.loss_scale.value == 65536 and scaled.loss_scale.clean == 3
+    plain = TrainConfig(2, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-3))
+    unscaled = train(steps=3, config=plain)
+    assert scaled.losses == pytest.approx(unscaled.losses, rel=1e-6)
+    assert all(torch.allclose(scaled.weights[n], unscaled.weights[n], atol=1e-7) for n in scaled.weights)
+
+
+def test_a_step_whose_gradients_overflow_is_computed_again_at_a_lower_scale():
+    state = fp16(10.0, 3)
+    assert 1 < state.loss_scale.value < 65536 and state.step == 3
+    assert all(
+        torch.allclose(state.weights[n], fp16(torch.inf, 3).weights[n], atol=1e-7) for n in state.weights
+    )
+
+
+def test_the_loss_scale_resumes_exactly(tmp_path):
+    save_state(fp16(10.0, 2), tmp_path)
+    resumed = fp16(10.0, 2, load_state(tmp_path))
+    whole = fp16(10.0, 4)
+    assert_same(resumed, whole)
+    assert resumed.loss_scale == whole.loss_scale
+
+
+def test_gradients_that_overflow_at_any_scale_stop_the_run():
+    with pytest.raises(FloatingPointError, match="the gradient is"):
+        fp16(0.0, 1)
