@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from graft.tests.adapters.cases import trained_case
+from graft.tests.memory.helpers import saved_bytes
 from graft.training.adapters import attach, draws
 from graft.training.adapters.base import Adapter
 from graft.training.adapters.fused import can_fuse, keeping_base_outputs
@@ -70,19 +70,6 @@ def test_adding_out_of_place_changes_nothing(kind):
     with keeping_base_outputs():
         kept = gradients(forward, adapter, x)
     assert all(torch.equal(kept[name], value) for name, value in gradients(forward, adapter, x).items())
-
-
-def saved_bytes(compute):
-    """Return the bytes that autograd keeps of what `compute` makes, each storage counted once."""
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = compute()
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), result
 
 
 def test_three_layers_that_read_one_tensor_save_it_once_and_nothing_else():

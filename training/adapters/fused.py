@@ -3,7 +3,7 @@
 y = W x + b + scale * up (down x), for linear layers and convolutions. Saved for the backward pass are x,
 which layers that read the same tensor (q, k and v) share, and the two float32 factors: neither W, which is
 fetched again, nor W + scale * up @ down, nor down x, which is cheap to compute again. Both products are added
-in place; the factors are cast to the compute dtype once a pass, `up` multiplied by scale before it is rounded.
+in place; the factors are cast to the compute dtype once a pass, `up` scaled before it is rounded.
 """
 
 from __future__ import annotations

@@ -1,46 +1,143 @@
 """Gradient checkpointing: recompute a block's activations in the backward pass instead of keeping them.
 
-Chen et al. 2016, arXiv:1604.06174. The gradients are the same; one forward pass is paid twice.
+Chen et al. 2016, arXiv:1604.06174. The gradients are the same to the bit in every mode; what differs is how
+much is kept and how much is computed twice:
+
+- "none" keeps everything,
+- "selective" keeps a block's input, its attention and its large matrix products, and recomputes the rest
+  (norms, modulation, activations), which is cheap to compute and expensive to keep,
+- "block" keeps a block's input and recomputes all of it,
+- "block-offload" does the same and keeps the input in host memory.
+
+No state of random number generators is kept: networks draw nothing in training, and adapters draw by key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..adapters.fused import keeping_base_outputs
+from ..forward import set_forward
+from .offload import inputs_on_host
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @contextmanager
 def checkpointed(network: nn.Module, blocks: tuple[str, ...], mode: str) -> Iterator[None]:
-    """Checkpoint every block of `network` whose path matches a glob in `blocks`, as `mode` says ("none", "block").
+    """Checkpoint every block of `network` whose path matches a glob in `blocks`, in one of `MODES`.
 
-    The blocks' forwards are as before on every exit. Raises ValueError for an unknown mode.
+    "auto" keeps everything: whoever knows how much memory there is chooses (`memory.plan`). The blocks'
+    forwards are as before on every exit. Raises ValueError for an unknown mode.
     """
-    if mode not in ("auto", "none", "block"):
-        raise ValueError(f"checkpointing: {mode!r} is unknown; choose one of auto, none, block.")
-    chosen = repeated_blocks(network, blocks) if mode == "block" else []
-    before = [block.__dict__.get("forward") for block in chosen]
-    try:
-        for block in chosen:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if mode not in ("auto", *MODES):
+        raise ValueError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
+    recompute = MODES.get(mode)
+    with ExitStack() as undo:
+        if recompute is not None:
+            for block in repeated_blocks(network, blocks).values():
+                undo.callback(set_forward(block, partial(recompute, block.forward)))
         yield
-    finally:
-        for block, forward in zip(chosen, before, strict=True):
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.forward = forward
 
 
-def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> list[nn.Module]:
-    """Return the blocks in the order they run: modules whose path matches segment by segment ("joint_blocks.*")."""
+def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Return the blocks by path, in the order they were built in: "joint_blocks.*" matches by segments."""
+    return {path: module for path, module in network.named_modules() if is_block(path, blocks)}
 
-    def matches(path: str, glob: str) -> bool:
+
+def is_block(path: str, blocks: tuple[str, ...]) -> bool:
+    """Say whether a module path is a block's own."""
+
+    def matches(glob: str) -> bool:
         names, globs = path.split("."), glob.split(".")
         return len(names) == len(globs) and all(map(fnmatchcase, names, globs))
 
-    return [module for path, module in network.named_modules() if any(matches(path, glob) for glob in blocks)]
+    return any(matches(glob) for glob in blocks)
+
+
+def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _block_offload(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    with inputs_on_host((*args, *kwargs.values())):
+        return _block(forward, *args, **kwargs)
+
+
+def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    with keeping_base_outputs():
+        return checkpoint(
+            partial(_keeping, forward),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=_selective_contexts,
+            **kwargs,
+        )
+
+
+def _keeping(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with keeping_base_outputs():  # here, so that it also holds where the block is computed again
+        return forward(*args, **kwargs)
+
+
+def _selective_contexts() -> Contexts:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    weight = MATRIX_PRODUCTS.get(operation)
+    keep = operation in ATTENTION or (weight is not None and _is_large(weight(args)))
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_large(weight: Tensor) -> bool:
+    """Say whether a product with `weight` (in, out) is worth keeping: it takes `in` operations an element.
+
+    So a LoRA's second product, of rank operations an element, is computed again.
+    """
+    inputs, outputs = weight.shape
+    return inputs >= min(256, outputs)
+
+
+def _operations(*names: str) -> tuple[Any, ...]:
+    """Return the operations of these names that this torch has."""
+    aten = torch.ops.aten
+    return tuple(getattr(aten, name).default for name in names if hasattr(aten, name))
+
+
+ATTENTION = _operations(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+MATRIX_PRODUCTS: Mapping[Any, Callable[[tuple[Any, ...]], Tensor]] = {
+    torch.ops.aten.mm.default: lambda args: args[1],
+    torch.ops.aten.addmm.default: lambda args: args[2],
+    torch.ops.aten.convolution.default: lambda args: args[1].flatten(1).T,
+}
+"""Operation -> where its weight is, as (in, out)."""
+
+MODES: Mapping[str, Callable[..., Any] | None] = {
+    "none": None,
+    "selective": _selective,
+    "block": _block,
+    "block-offload": _block_offload,
+}
+"""How a block computes in each mode, given its own forward; from most kept to least."""
