@@ -7,6 +7,7 @@ next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -25,6 +26,17 @@ from .samples import ImageSet, Skipped
 from .store import Store
 
 Entries = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parts of one batch."""
+
+    entries: Entries
+    views: NDArray[np.int64]
+    texts: list[bytes]
+    """Keys of the captions, the empty one where dropout fell on it."""
+    rules: list[SourceRules]
 
 
 class EncodedDataset:
@@ -87,33 +99,36 @@ class EncodedDataset:
         It has `size` samples of one bucket, fewer where a bucket ends.
         Raises ValueError if the cache was damaged or removed meanwhile.
         """
-        at, steady = self.index, self.steady
+        chosen = self.choose(size, seed=seed, index=index)
+        latents = torch.stack([self._latents(view) for view in chosen.views])
+        weights = [rules.weight for rules in chosen.rules]
+        samples = self.index.sample[chosen.entries].tolist()
+        return Batch(
+            latents=latents,
+            conditioning=[self._conditioning(key) for key in chosen.texts],
+            names=tuple(self.images.samples.names[i] for i in samples),
+            masks=self._masks(chosen, latents),
+            weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
+            extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
+        )
+
+    def choose(self, size: int, *, seed: int, index: int) -> Choice:
+        """Return what micro-batch `index` consists of, without reading it."""
+        at = self.index
         entries = self.entries[self.order.choose(size, seed=seed, index=index)]
         samples = at.sample[entries]
         draws = torch.rand(
             3, len(entries), generator=generator(seed, "data", index), dtype=torch.float64
         ).numpy()
-        if steady:
+        if self.steady:
             draws = np.stack([np.zeros(len(entries)), np.zeros(len(entries)), np.ones(len(entries))])
-        views, texts = _drawn(at.view_start, entries, draws[0]), _drawn(at.text_start, samples, draws[1])
-        rules = [at.rules[i] for i in at.source[samples].tolist()]
+        texts = _drawn(at.text_start, samples, draws[1])
+        rules = [at.rules[i] for i in at.source[samples]]
         keys = [
-            rule.empty if drop < rule.dropout else at.text_keys[text].tobytes()
-            for rule, drop, text in zip(rules, draws[2].tolist(), texts.tolist(), strict=True)
+            rule.empty if drop < rule.dropout else bytes(at.text_keys[text])
+            for rule, drop, text in zip(rules, draws[2], texts)
         ]
-        latents = torch.stack([self._latents(view) for view in views.tolist()])
-        weights = [rule.weight for rule in rules]
-        return Batch(
-            latents=latents,
-            conditioning=[self._conditioning(key) for key in keys],
-            names=tuple(self.images.samples.names[i] for i in samples.tolist()),
-            masks=self._masks(views, rules, latents),
-            weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
-            extras=[
-                self._extras(entry, view)
-                for entry, view in zip(entries.tolist(), views.tolist(), strict=True)
-            ],
-        )
+        return Choice(entries, _drawn(at.view_start, entries, draws[0]), keys, rules)
 
     def split(self, config: ValidationConfig) -> tuple[EncodedDataset, EncodedDataset]:
         """Return (training set, validation set). Which image goes where depends on its name or content alone.
@@ -169,15 +184,13 @@ class EncodedDataset:
             name: value.float() if value.is_floating_point() else value for name, value in tensors.items()
         }
 
-    def _masks(
-        self, views: NDArray[np.int64], rules: Sequence[SourceRules], latents: Tensor
-    ) -> Tensor | None:
+    def _masks(self, chosen: Choice, latents: Tensor) -> Tensor | None:
         """Return (B, 1, H, W) loss weights, or None if no image of the batch has a mask."""
-        keys = [self.index.mask_key(view) for view in views.tolist()]
+        keys = [self.index.mask_key(view) for view in chosen.views]
         if all(key == NO_MASK for key in keys):
             return None
         masks = torch.ones(len(keys), 1, *latents.shape[-2:])
-        for mask, key, rule in zip(masks, keys, rules, strict=True):
+        for mask, key, rule in zip(masks, keys, chosen.rules):
             if key != NO_MASK:
                 inside = self.store.read("masks", key)["mask"].float() / 255
                 mask[0] = rule.outside + (1 - rule.outside) * inside

@@ -2,7 +2,7 @@
 
 The one rule: a cache key holds everything that changes the tensor and nothing else, so an edit encodes again
 exactly what it must, and runs that share a folder share the work. VAE and text encoders are never needed
-together, pictures are read one ahead of the VAE and not kept, and a killed run continues where it was.
+together, pictures are read a few ahead of the VAE and not kept, and a killed run continues where it was.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from .store import Store
 VERSION = 1
 """Part of every key; raised when encoding changes what it stores."""
 _CHECKS_PER_REPORT = 64
+_LOADERS = min(4, os.cpu_count() or 1)
+"""Threads that read images, and how many images at most are ready before the VAE asks for them."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 A = TypeVar("A")
@@ -271,12 +273,12 @@ def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
 
 
 def _ahead(load: Callable[[int], A], numbers: Sequence[int]) -> Iterator[tuple[int, A]]:
-    """Yield (number, load(number)) in order, loading the next two in a thread meanwhile."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    """Yield (number, load(number)) in order; threads load the next few meanwhile, outside Python's lock."""
+    with ThreadPoolExecutor(_LOADERS) as pool:
         waiting: deque[tuple[int, Future[A]]] = deque()
         for number in numbers:
             waiting.append((number, pool.submit(load, number)))
-            if len(waiting) > 2:
+            if len(waiting) > _LOADERS:
                 first, future = waiting.popleft()
                 yield first, future.result()
         for first, future in waiting:

@@ -9,9 +9,7 @@ import logging
 import math
 import operator
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -60,16 +58,8 @@ def read_header(path: Path) -> Header:
         return header
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Image.Image]:
-    """Open an image, not decoded yet. Raises BadImage if it is none, or cannot be read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # large photos and odd EXIF blocks are no reason to alarm anybody
-        with _open(path) as image:
-            yield image
-
-
-def _open(path: Path) -> Image.Image:
+def opened(path: Path) -> Image.Image:
+    """Return an image, not decoded yet, to be closed. Raises BadImage if it is none, or cannot be read."""
     try:
         if path.stat().st_size == 0:
             raise BadImage("the file is empty (0 bytes)")
@@ -97,14 +87,36 @@ def _formats() -> tuple[str, ...]:
 
 def decode(image: Image.Image) -> None:
     """Read the pixels. Raises BadImage if they are not all there."""
-    # Other software in the process may have told Pillow to fill in what is missing with gray.
-    lenient, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
     try:
-        image.load()
+        with _STRICT:
+            image.load()
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
         raise BadImage(f"truncated or damaged ({error})") from error
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = lenient
+
+
+class _Strictness:
+    """While entered, by however many threads, Pillow does not fill in what is missing with gray.
+
+    Other software in the process may have told it to, and gets its setting back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._theirs = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._theirs, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                ImageFile.LOAD_TRUNCATED_IMAGES = self._theirs
+
+
+_STRICT = _Strictness()
 
 
 def require_size(width: int, height: int) -> None:

@@ -149,7 +149,7 @@ class IndexBuilder:
             repeats=entries[:, 2].copy(),
             view_start=np.frombuffer(self._view_start, np.int64),
             latent_keys=_keys(self._latents),
-            mask_keys=masks if masks.any() else masks[:0],
+            mask_keys=masks if masks.any() else np.zeros((0, KEY_BYTES), np.uint8),
             offsets=np.frombuffer(self._offsets, np.int32).reshape(-1, 2),
             sizes=samples[:, :2].copy(),
             source=samples[:, 2].astype(np.int16),
