@@ -6,7 +6,14 @@ from .base_model import LoadBaseModel
 from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
 from .lora import BuildLora
 from .output import LoadTrainingState, SaveLora, SaveTrainingState
-from .settings import DatasetSettingsNode, MemorySettings, ObjectiveSettings, OptimizerSettings
+from .settings import (
+    CheckpointSettings,
+    DatasetSettingsNode,
+    MemorySettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    ValidationSettings,
+)
 from .tools import ValidationLoss
 from .train import TrainSteps
 
@@ -23,6 +30,8 @@ ALL_NODES = [
     OptimizerSettings,
     ObjectiveSettings,
     MemorySettings,
+    ValidationSettings,
+    CheckpointSettings,
     TrainSteps,
     ValidationLoss,
     SaveLora,

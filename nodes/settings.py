@@ -6,12 +6,36 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.config import MemoryConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig
+from ..training.config import (
+    CheckpointConfig,
+    EmaConfig,
+    MemoryConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from ..training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
+from ..training.memory.checkpointing import MODES
 from ..training.objective import SIGMAS
 from ..training.optimizer import OPTIMIZERS
 from ..training.schedule import SCHEDULES
-from .sockets import DatasetSettings, Memory, Objective, Optimizer, schema
+from ..training.sigmas import RESOLUTION_SHIFTS
+from ..training.weighting import LOSSES, SPACES, WEIGHTINGS
+from .sockets import (
+    Checkpoints,
+    Dataset,
+    DatasetSettings,
+    HeldOut,
+    Memory,
+    Objective,
+    Optimizer,
+    Saving,
+    Validation,
+    schema,
+)
+from .widgets import widget
 
 
 class DatasetSettingsNode(io.ComfyNode):
@@ -170,11 +194,16 @@ class OptimizerSettings(io.ComfyNode):
         return schema(
             node_id="GraftOptimizerSettings",
             display_name="Optimizer Settings",
-            description="Optimizer, learning-rate schedule, clipping and accumulation.",
-            search_aliases=["graft", "adamw", "schedule", "warmup"],
+            description="Optimizer, learning-rate schedule, clipping, accumulation and moving average.",
+            search_aliases=["graft", "adamw", "prodigy", "schedule", "warmup", "ema"],
             inputs=[
                 io.Combo.Input(
-                    "optimizer", options=list(OPTIMIZERS), default="adamw", tooltip="AdamW suits most LoRAs."
+                    "optimizer",
+                    options=list(OPTIMIZERS),
+                    default="adamw",
+                    tooltip="AdamW suits most LoRAs. The 8-bit ones need bitsandbytes; prodigy finds its "
+                    "own rate "
+                    "(set learning_rate to 1).",
                 ),
                 io.Combo.Input(
                     "schedule",
@@ -182,36 +211,62 @@ class OptimizerSettings(io.ComfyNode):
                     default="constant",
                     tooltip="Course of the learning rate over the total steps of the run.",
                 ),
-                io.Int.Input(
+                widget(
+                    ScheduleConfig,
                     "warmup_steps",
-                    default=0,
-                    min=0,
-                    max=100000,
-                    tooltip="Steps over which the learning rate rises from 0 to its full value.",
+                    "Steps over which the learning rate rises to its full value.",
                 ),
-                io.Float.Input(
+                widget(
+                    OptimizerConfig,
                     "weight_decay",
-                    default=0.01,
-                    min=0.0,
-                    max=1.0,
-                    step=0.001,
-                    tooltip="Pull of the weights towards 0 per step, times the learning rate.",
+                    "Pull of the weights towards 0, times the learning rate.",
+                    high=1,
                 ),
-                io.Float.Input(
+                widget(
+                    OptimizerConfig,
                     "max_grad_norm",
-                    default=1.0,
-                    min=0.0,
-                    max=1000.0,
-                    step=0.1,
-                    tooltip="Gradients longer than this are scaled down to it; 0 switches clipping off.",
+                    "Gradients longer than this are scaled down to it; 0 switches clipping off.",
+                    high=1000,
                 ),
-                io.Int.Input(
+                widget(
+                    TrainConfig,
                     "gradient_accumulation",
-                    default=1,
-                    min=1,
-                    max=1024,
-                    tooltip="Batches whose gradients are averaged into one step: a larger batch without its "
-                    "memory.",
+                    "Batches averaged into one step: a larger batch without its memory.",
+                    low=1,
+                    high=1024,
+                ),
+                widget(
+                    ScheduleConfig,
+                    "floor",
+                    "What the decay ends at, as a multiple of the learning rate.",
+                    high=1,
+                ),
+                widget(
+                    ScheduleConfig,
+                    "cycles",
+                    "Of restarts: how many times the course is run.",
+                    low=1,
+                    high=1000,
+                ),
+                widget(ScheduleConfig, "power", "Of polynomial: 1 is a straight line.", low=0.01, high=10),
+                io.Float.Input(
+                    "ema_decay",
+                    default=EmaConfig().decay,
+                    min=0.0,
+                    max=0.9999,
+                    step=0.0001,
+                    round=False,
+                    tooltip="Keep a moving average of the weights, and hand it on: 0 is off, 0.999 suits "
+                    "long runs.",
+                ),
+                widget(
+                    OptimizerConfig,
+                    "weights",
+                    "Format of the LoRA's weights while training; bf16 halves large ones.",
+                    options=["fp32", "bf16"],
+                ),
+                widget(
+                    OptimizerConfig, "d_coef", "Of prodigy: multiplies the rate it finds.", low=0.01, high=100
                 ),
             ],
             outputs=[Optimizer.Output("optimizer_settings")],
@@ -219,56 +274,140 @@ class OptimizerSettings(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        optimizer: str,
-        schedule: str,
-        warmup_steps: int,
-        weight_decay: float,
-        max_grad_norm: float,
-        gradient_accumulation: int,
+        cls, optimizer: str, schedule: str, ema_decay: float, gradient_accumulation: int, **w: Any
     ) -> io.NodeOutput:
         return io.NodeOutput(
-            (
-                OptimizerConfig(optimizer, weight_decay=weight_decay, max_grad_norm=max_grad_norm),
-                ScheduleConfig(schedule, warmup_steps=warmup_steps),
-                gradient_accumulation,
+            TrainConfig(
+                gradient_accumulation=gradient_accumulation,
+                optimizer=OptimizerConfig(
+                    optimizer,
+                    weight_decay=w["weight_decay"],
+                    max_grad_norm=w["max_grad_norm"],
+                    d_coef=w["d_coef"],
+                    weights=w["weights"],
+                ),
+                schedule=ScheduleConfig(
+                    schedule, w["warmup_steps"], floor=w["floor"], cycles=w["cycles"], power=w["power"]
+                ),
+                ema=EmaConfig(ema_decay),
             )
         )
 
 
 class ObjectiveSettings(io.ComfyNode):
-    """Which noise levels are practised."""
+    """Which noise levels are practised, and how the error counts."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftObjectiveSettings",
             display_name="Objective Settings",
-            description="How noise levels are drawn during training.",
-            search_aliases=["graft", "timestep", "sigma", "shift"],
+            description="How noise levels are drawn, what noise is added, and how the error counts.",
+            search_aliases=["graft", "timestep", "sigma", "shift", "min-snr", "huber", "noise offset"],
             inputs=[
-                io.Combo.Input(
+                widget(
+                    ObjectiveConfig,
                     "sigmas",
+                    "How noise levels are drawn; auto takes what suits the model's family.",
                     options=["auto", *SIGMAS],
-                    default="auto",
-                    tooltip="Distribution of noise levels; auto takes what suits the model's family.",
                 ),
-                io.Float.Input(
+                widget(
+                    ObjectiveConfig,
                     "shift",
-                    default=0.0,
-                    min=0.0,
-                    max=20.0,
-                    step=0.1,
-                    tooltip="Above 1 favours high noise: composition over detail. 0 takes the family's "
-                    "value.",
+                    "Above 1 favours high noise: composition over detail. 0 takes the family's value.",
+                    high=20,
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "resolution_shift",
+                    "How the shift follows the size of the image.",
+                    options=["auto", *RESOLUTION_SHIFTS],
+                ),
+                widget(
+                    ObjectiveConfig, "mean", "Of logit-normal: above 0 favours high noise.", low=-10, high=10
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "std",
+                    "Of logit-normal and sigmoid: large values favour both ends.",
+                    low=0.01,
+                    high=10,
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "mode_scale",
+                    "Of mode: how much denser the middle is.",
+                    low=-1,
+                    high=1.75,
+                ),
+                widget(
+                    ObjectiveConfig, "bias", "Above 0 favours high noise, below 0 low noise.", low=-8, high=8
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "min_noise",
+                    "Lowest noise level practised, as a share of all noise.",
+                    high=1,
+                ),
+                widget(ObjectiveConfig, "max_noise", "Highest noise level practised.", high=1),
+                widget(
+                    ObjectiveConfig, "stratified", "Spread the levels of a batch evenly: a steadier loss."
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "loss",
+                    "How an error counts; huber forgives outliers.",
+                    options=list(LOSSES),
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "huber_delta",
+                    "Where huber turns from square to straight.",
+                    low=0.001,
+                    high=10,
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "space",
+                    "What the error is measured in; auto takes the family's.",
+                    options=["auto", *SPACES],
+                ),
+                widget(ObjectiveConfig, "weighting", "How noise levels count.", options=list(WEIGHTINGS)),
+                widget(ObjectiveConfig, "min_snr_gamma", "Of min-snr: 5 is usual.", low=0.1, high=100),
+                widget(
+                    ObjectiveConfig,
+                    "noise_offset",
+                    "Helps with very dark and bright pictures; 0.05 is usual.",
+                    high=1,
+                ),
+                widget(ObjectiveConfig, "pyramid_noise", "Noise at several sizes; 0.3 is usual.", high=0.99),
+                widget(
+                    ObjectiveConfig,
+                    "input_perturbation",
+                    "Extra noise the target does not know of; 0.1 is usual.",
+                    high=1,
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "differential_guidance",
+                    "Moves the target this many times as far from the prediction; 1 is off.",
+                    low=0.01,
+                    high=100,
+                ),
+                widget(
+                    ObjectiveConfig,
+                    "guidance",
+                    "Guidance input of guidance-distilled models (Flux Dev); -1 takes the family's.",
+                    low=-1,
+                    high=100,
                 ),
             ],
             outputs=[Objective.Output("objective_settings")],
         )
 
     @classmethod
-    def execute(cls, sigmas: str, shift: float) -> io.NodeOutput:
-        return io.NodeOutput(ObjectiveConfig(sigmas=sigmas, shift=shift))
+    def execute(cls, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(ObjectiveConfig(**values))
 
 
 class MemorySettings(io.ComfyNode):
@@ -286,21 +425,99 @@ class MemorySettings(io.ComfyNode):
                     "precision",
                     options=["auto", "bf16", "fp16", "fp32"],
                     default="auto",
-                    tooltip="Number format of the forward pass. The LoRA's own weights are always kept in "
-                    "fp32.",
+                    tooltip="Number format of the forward pass. The LoRA's own weights are kept in fp32.",
                 ),
-                io.Combo.Input(
+                widget(
+                    MemoryConfig,
                     "checkpointing",
-                    options=["auto", "none", "block"],
-                    default="auto",
-                    tooltip="block recomputes each block in the backward pass: a third more time, far less "
-                    "memory. "
-                    "auto does so on a GPU.",
+                    "What is recomputed in the backward pass instead of kept: selective costs a little "
+                    "time, block a "
+                    "third more and far less memory.",
+                    options=["auto", *MODES],
                 ),
             ],
             outputs=[Memory.Output("memory_settings")],
         )
 
     @classmethod
-    def execute(cls, precision: str, checkpointing: str) -> io.NodeOutput:
-        return io.NodeOutput(MemoryConfig(dtype=precision, checkpointing=checkpointing))  # type: ignore[arg-type]
+    def execute(cls, precision: Any, checkpointing: str) -> io.NodeOutput:
+        return io.NodeOutput(MemoryConfig(dtype=precision, checkpointing=checkpointing))
+
+
+class ValidationSettings(io.ComfyNode):
+    """Measure held-out images during a run, and stop when it has learnt enough."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftValidationSettings",
+            display_name="Validation Settings",
+            description="Measure the loss on images that are not trained on, keep the best state, stop in "
+            "time.",
+            search_aliases=["graft", "early stop", "held-out", "best"],
+            inputs=[
+                Dataset.Input(
+                    "validation", tooltip="Encoded images that are not trained on, from Split Dataset."
+                ),
+                io.Int.Input(
+                    "every", default=50, min=1, max=1_000_000, tooltip="Steps between two measurements."
+                ),
+                widget(
+                    ValidationConfig,
+                    "patience",
+                    "End the run after this many measurements without a new lowest loss; 0 never does.",
+                    high=10_000,
+                ),
+                widget(
+                    ValidationConfig, "limit", "Measure this many images only; 0 takes all.", high=1_000_000
+                ),
+                widget(
+                    ValidationConfig,
+                    "result",
+                    "Which state is handed on: the last step's, or that of the lowest loss.",
+                    options=["last", "best"],
+                ),
+            ],
+            outputs=[Validation.Output("validation_settings")],
+        )
+
+    @classmethod
+    def execute(cls, validation: Any, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(HeldOut(ValidationConfig(**values), validation))
+
+
+class CheckpointSettings(io.ComfyNode):
+    """How often a run saves itself."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftCheckpointSettings",
+            display_name="Checkpoint Settings",
+            description="How often a run saves itself, and how much of that is kept.",
+            search_aliases=["graft", "save every", "tensorboard"],
+            inputs=[
+                widget(
+                    CheckpointConfig,
+                    "minutes",
+                    "Longest time between two checkpoints; 0 saves every step.",
+                    high=1440,
+                ),
+                widget(CheckpointConfig, "steps", "Save every so many steps as well; 0 goes by time alone."),
+                widget(
+                    CheckpointConfig,
+                    "keep",
+                    "Newest checkpoints that are kept, besides the best.",
+                    low=1,
+                    high=1000,
+                ),
+                io.Boolean.Input(
+                    "tensorboard", default=False, tooltip="Write a TensorBoard log into the run's folder."
+                ),
+            ],
+            outputs=[Checkpoints.Output("checkpoint_settings")],
+        )
+
+    @classmethod
+    def execute(cls, tensorboard: bool, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(Saving(CheckpointConfig(**values), tensorboard))

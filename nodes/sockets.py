@@ -7,6 +7,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..training.config import CheckpointConfig, ValidationConfig
+
 Dataset = io.Custom("GRAFT_DATASET")
 """Before Encode Dataset: which files, how captioned (LoadedDataset). After it: latents and conditioning
 (EncodedDataset).
@@ -14,12 +16,33 @@ Dataset = io.Custom("GRAFT_DATASET")
 Lora = io.Custom("GRAFT_LORA")
 """AdapterConfig: what will be trained."""
 State = io.Custom("GRAFT_STATE")
-"""TrainingResult: a handle to a training state on disk."""
+"""StateHandle: a handle to a training state on disk."""
 DatasetSettings = io.Custom("GRAFT_DATASET_SETTINGS")
 """DatasetConfig: captions, buckets, crops and masks beyond what Load Dataset shows."""
 Optimizer = io.Custom("GRAFT_OPTIMIZER")
+"""TrainConfig, of which optimizer, schedule, EMA and accumulation count."""
 Objective = io.Custom("GRAFT_OBJECTIVE")
 Memory = io.Custom("GRAFT_MEMORY")
+
+Validation = io.Custom("GRAFT_VALIDATION")
+Checkpoints = io.Custom("GRAFT_CHECKPOINTS")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """What travels as GRAFT_VALIDATION: the images, and when to measure them."""
+
+    config: ValidationConfig
+    samples: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """What travels as GRAFT_CHECKPOINTS."""
+
+    config: CheckpointConfig = CheckpointConfig()
+    tensorboard: bool = False
+
 
 CATEGORY = "training/graft"
 

@@ -16,13 +16,25 @@ from ..training.config import (
     AdapterConfig,
     MemoryConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
+    ValidationConfig,
     to_dict,
 )
 from ..training.run import Run, execute, run_key
-from .sockets import Dataset, Lora, Memory, Objective, Optimizer, State, schema
+from .sockets import (
+    Checkpoints,
+    Dataset,
+    HeldOut,
+    Lora,
+    Memory,
+    Objective,
+    Optimizer,
+    Saving,
+    State,
+    Validation,
+    schema,
+)
 
 
 class TrainSteps(io.ComfyNode):
@@ -86,6 +98,8 @@ class TrainSteps(io.ComfyNode):
                 Optimizer.Input("optimizer_settings", optional=True),
                 Objective.Input("objective_settings", optional=True),
                 Memory.Input("memory_settings", optional=True),
+                Validation.Input("validation_settings", optional=True),
+                Checkpoints.Input("checkpoint_settings", optional=True),
                 io.Clip.Input(
                     "clip",
                     optional=True,
@@ -115,30 +129,43 @@ class TrainSteps(io.ComfyNode):
         batch_size: int,
         seed: int,
         name: str,
-        optimizer_settings: tuple[OptimizerConfig, ScheduleConfig, int] | None = None,
+        optimizer_settings: TrainConfig | None = None,
         objective_settings: ObjectiveConfig | None = None,
         memory_settings: MemoryConfig | None = None,
+        validation_settings: HeldOut | None = None,
+        checkpoint_settings: Saving | None = None,
         clip: Any = None,
     ) -> io.NodeOutput:
         resumed = start if isinstance(start, StateHandle) else None
-        optimizer, schedule, accumulation = optimizer_settings or (OptimizerConfig(), ScheduleConfig(), 1)
         first = resumed.step if resumed else 0
-        config = TrainConfig(
+        chosen = optimizer_settings or TrainConfig()
+        held_out = validation_settings or HeldOut(ValidationConfig(), None)
+        saving = checkpoint_settings or Saving()
+        config = replace(
+            chosen,
             batch_size=batch_size,
-            gradient_accumulation=accumulation,
             seed=seed,
             adapter=resumed.load().adapter if resumed else start,
-            optimizer=replace(optimizer, lr=learning_rate),
-            schedule=_over(schedule, total_steps or first + steps),
+            optimizer=replace(chosen.optimizer, lr=learning_rate),
+            schedule=_over(chosen.schedule, total_steps or first + steps),
             objective=objective_settings or ObjectiveConfig(),
             memory=memory_settings or MemoryConfig(),
+            validation=held_out.config,
         )
         denoiser = ComfyDenoiser(model)
-        folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed))
+        folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
         notes = {"ss_output_name": name, "graft_config": json.dumps(to_dict(config)), **_triggers(dataset)}
         with session(folder.name, first=first, last=first + steps, node_id=cls.hidden.unique_id) as on_step:
             handle = execute(
-                Run(folder), denoiser, dataset, config, resumed, steps=steps, on_step=on_step, notes=notes
+                Run(folder, saving.config, saving.tensorboard),
+                denoiser,
+                dataset,
+                config,
+                resumed,
+                steps=steps,
+                on_step=on_step,
+                notes=notes,
+                validation=held_out.samples,
             )
         state = handle.load()
         patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import comfy.sd
@@ -21,9 +22,9 @@ def with_lora(model: Any, clip: Any, state: TrainState, family: Family) -> tuple
 
 
 def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
-    """Return ComfyUI's LORA_MODEL: the tensors of the LoRA file."""
+    """Return ComfyUI's LORA_MODEL: the tensors of the LoRA file, of the moving average where there is one."""
     with torch.inference_mode(False):
-        return lora_tensors(state, family)
+        return lora_tensors(replace(state, weights=state.result()), family)
 
 
 def loss_map(state: TrainState) -> dict[str, list[float]]:

@@ -1,0 +1,37 @@
+"""Widgets made from the fields of a config, so that names, types and defaults are written once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from comfy_api.latest import io
+
+
+def widget(
+    config: type,
+    name: str,
+    tooltip: str,
+    *,
+    options: Sequence[str] = (),
+    low: float = 0,
+    high: float = 1_000_000,
+    step: float = 0.01,
+) -> Any:
+    """Return the input for field `name` of the dataclass `config`, with that field's default.
+
+    A field of strings with `options` is a menu; `low`, `high` and `step` are for numbers.
+    """
+    default = next(field.default for field in dataclasses.fields(config) if field.name == name)
+    if options:
+        return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip)
+    if isinstance(default, bool):
+        return io.Boolean.Input(name, default=default, tooltip=tooltip)
+    if isinstance(default, int):
+        return io.Int.Input(name, default=default, min=int(low), max=int(high), tooltip=tooltip)
+    if isinstance(default, float):
+        return io.Float.Input(
+            name, default=default, min=low, max=high, step=step, round=False, tooltip=tooltip
+        )
+    return io.String.Input(name, default=default, tooltip=tooltip)
