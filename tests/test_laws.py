@@ -1,4 +1,4 @@
-"""The laws of docs/design.md section 5, on the tiny denoiser. tests/comfy/ holds them on ComfyUI's own classes."""
+"""The laws of docs/design.md section 5 on the tiny denoiser. tests/comfy/ holds them on ComfyUI's classes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from graft.training import objective
 from graft.training.adapters import attach, restore_adapters
 from graft.training.checkpoint import load_state, save_state
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from graft.training.loop import initial_state, train
-from graft.training.objective import loss
+from graft.training.loop import clip_gradients, gradients, initial_state, train
+from graft.training.model import Batch
+from graft.training.work import Work
 
 from .tiny import TinyDataset, TinyDenoiser
 
@@ -29,8 +31,9 @@ def run(state=None, *, steps, config=CONFIG, denoiser=None):
 
 
 def assert_same(a, b):
-    assert (a.step, a.losses, a.optimizer.values) == (b.step, b.losses, b.optimizer.values)
-    for one, other in ((a.weights, b.weights), (a.optimizer.tensors, b.optimizer.tensors)):
+    assert (a.step, a.losses, a.validations, a.loss_scale) == (b.step, b.losses, b.validations, b.loss_scale)
+    assert (a.optimizer.values, a.optimizer.groups) == (b.optimizer.values, b.optimizer.groups)
+    for one, other in ((a.weights, b.weights), (a.optimizer.tensors, b.optimizer.tensors), (a.ema, b.ema)):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -103,18 +106,56 @@ def test_checkpointing_leaves_the_training_unchanged():
     assert_same(run(steps=3, config=dataclasses.replace(CONFIG, memory=memory)), run(steps=3))
 
 
-def test_accumulated_micro_batches_equal_one_batch():
-    """Gradients of 2 x 2 samples are those of 4 at the same draws, so only draws that differ may change the loss."""
+def by_image(denoiser, batch, config, *, seed, index):
+    """The loss with draws that depend on the image alone, so that batches can be cut in different ways."""
+    images = [int(name[0]) for name in batch.names]
+    noise = [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(50 + image)) for image in images]
+    sigma = torch.tensor([0.2 + 0.2 * image for image in images])
+    return objective.loss_at(denoiser, batch, batch.latents, sigma, torch.stack(noise)), sigma
+
+
+def gradients_of(batch_size, accumulation, dataset=None):
+    config = dataclasses.replace(
+        CONFIG,
+        batch_size=batch_size,
+        gradient_accumulation=accumulation,
+        optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.0),
+    )
     denoiser = TinyDenoiser()
-    whole = TinyDataset().batch(4, seed=0, index=0)
-    parts = [TinyDataset().batch(2, seed=0, index=i) for i in range(2)]
-    assert torch.equal(whole.latents, torch.cat([part.latents for part in parts]))
-    with torch.no_grad(), denoiser.hold(torch.float32):
-        values = [loss(denoiser, part, CONFIG.objective, seed=0, index=i)[0] for i, part in enumerate(parts)]
-    assert all(torch.isfinite(value) for value in values)
+    work = Work(denoiser, config, run(steps=2), {})
+    with denoiser.hold(torch.float32) as base, attach(base.layers, work.adapters):
+        loss, _, images = gradients(denoiser, dataset or TinyDataset(), config, work)
+    return loss, images, {name: p.grad for name, p in work.parameters.items()}
+
+
+class Uneven(TinyDataset):
+    """A bucket of three images and one of one."""
+
+    def batch(self, size, *, seed, index):
+        whole = super().batch(4, seed=seed, index=0)
+        part = slice(0, 3) if index % 2 == 0 else slice(3, 4)
+        return Batch(whole.latents[part], whole.conditioning[part], whole.names[part])
+
+
+@pytest.mark.parametrize(("size", "accumulation", "dataset"), [(2, 2, None), (1, 4, None), (3, 2, Uneven())])
+def test_accumulated_micro_batches_have_the_gradients_of_one_batch(size, accumulation, dataset, monkeypatch):
+    monkeypatch.setattr(objective, "loss", by_image)
+    loss, _, whole = gradients_of(4, 1)
+    parts_loss, images, parts = gradients_of(size, accumulation, dataset)
+    assert images == 4 and parts_loss == pytest.approx(loss, rel=1e-5)
+    assert all(torch.allclose(parts[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
+
+
+def test_clipping_leaves_the_direction_and_bounds_the_norm():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    assert clip_gradients([p], 1.0) == 5.0 and p.grad.tolist() == pytest.approx([0.6, 0.8])
+    assert clip_gradients([p], 0.0) == pytest.approx(1.0) and p.grad.tolist() == pytest.approx([0.6, 0.8])
 
 
 def test_four_images_overfit():
-    config = dataclasses.replace(CONFIG, batch_size=4, schedule=ScheduleConfig(), optimizer=OptimizerConfig(lr=3e-3))
+    config = dataclasses.replace(
+        CONFIG, batch_size=4, schedule=ScheduleConfig(), optimizer=OptimizerConfig(lr=3e-3)
+    )
     losses = run(steps=150, config=config).losses
     assert sum(losses[-20:]) < 0.8 * sum(losses[:20])

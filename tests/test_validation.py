@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
-from graft.training import objective, rng
+from graft.training import loop, objective, rng
+from graft.training.config import CheckpointConfig, ValidationConfig
 from graft.training.loop import initial_state, train
+from graft.training.run import Run, execute
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
-from .test_laws import CONFIG
+from .test_laws import CONFIG, assert_same
 from .tiny import Flow, TinyDataset, TinyDenoiser
 
 
@@ -85,6 +88,86 @@ def test_models_that_are_not_flow_are_measured_at_fractions_of_their_schedule():
             return 14.6 * (1 - percent) ** 2
 
     assert noise_levels(Eps()).tolist() == pytest.approx([14.6 * level**2 for level in LEVELS], rel=1e-5)
+
+
+def validated(steps, state=None, *, config=None, **options):
+    config = config or ValidationConfig(every=2)
+    config = dataclasses.replace(CONFIG, validation=config)
+    return train(
+        TinyDenoiser(), TinyDataset(), config, state, steps=steps, validation=TinySamples(), **options
+    )
+
+
+def test_a_run_is_measured_every_so_many_steps_and_trains_the_same():
+    state = validated(5)
+    assert [step for step, _ in state.validations] == [2, 4]
+    unmeasured = train(TinyDenoiser(), TinyDataset(), CONFIG, None, steps=5)
+    assert_same(dataclasses.replace(state, validations=()), unmeasured)
+
+
+def test_a_measured_run_in_two_parts_equals_one():
+    assert_same(validated(2, validated(4)), validated(6))
+
+
+def test_what_a_run_measures_is_the_loss_of_its_state():
+    state = validated(4)
+    assert state.validations[-1] == (4, validation_loss(TinyDenoiser(), TinySamples(), state=state))
+
+
+def test_a_measurement_that_was_interrupted_is_made_up_for(tmp_path):
+    calls = []
+
+    def sample(self, index):
+        calls.append(index)
+        if len(calls) == 5:  # in the second measurement
+            raise KeyboardInterrupt
+        return TinySamples.sample(self, index)
+
+    class Interrupting(TinySamples):
+        pass
+
+    Interrupting.sample = sample
+    config = dataclasses.replace(CONFIG, validation=ValidationConfig(every=2))
+    go = partial(execute, Run(tmp_path), TinyDenoiser(), TinyDataset(), config, None, steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        go(validation=Interrupting())
+    assert_same(go(validation=TinySamples()).load(), validated(6))
+
+
+SCRIPT = [5.0, 4.0, 3.0, 3.5, 3.2, 3.1, 2.0]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Validation losses as in SCRIPT, one a step."""
+    seen = []
+    monkeypatch.setattr(loop, "held_out_loss", lambda *args, **options: SCRIPT[len(seen)])
+    return seen
+
+
+def test_a_run_ends_when_validation_has_not_improved_for_long_enough(scripted):
+    patience = ValidationConfig(every=1, patience=2)
+    state = validated(9, config=patience, on_step=lambda p: scripted.append(p.best))
+    assert state.step == 5 and scripted == [True, True, True, False, False]
+    assert validated(9, state, config=patience) is state
+
+
+def test_a_run_that_ended_early_costs_no_step_and_hands_on_its_best(scripted, tmp_path):
+    patience = ValidationConfig(every=1, patience=3, result="best")
+    config = dataclasses.replace(CONFIG, validation=patience)
+    run = Run(tmp_path, CheckpointConfig(keep=1))
+    go = partial(execute, run, TinyDenoiser(), TinyDataset(), config, None, steps=9, validation=TinySamples())
+    handle = go(on_step=lambda p: scripted.append(p.step))
+    assert handle.step == 3 and scripted[-1] == 6
+    assert go(on_step=scripted.append) == handle and scripted[-1] == 6
+
+
+def test_validation_needs_images_and_patience_needs_validation():
+    config = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1))
+    with pytest.raises(ValueError, match="connect a validation dataset"):
+        train(TinyDenoiser(), TinyDataset(), config, None, steps=1)
+    with pytest.raises(ValueError, match="patience needs validation"):
+        ValidationConfig(patience=3)
 
 
 def test_an_empty_held_out_set_is_refused():

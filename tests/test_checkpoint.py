@@ -1,0 +1,127 @@
+"""A folder holds the state before or the state after a save, never anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+
+import pytest
+import torch
+
+from graft.training import checkpoint
+from graft.training.checkpoint import load_state, open_state, save_state
+from graft.training.config import EmaConfig
+
+from .test_laws import CONFIG, assert_same, run
+
+
+@pytest.fixture(scope="module")
+def state():
+    return run(steps=2, config=dataclasses.replace(CONFIG, ema=EmaConfig(0.9)))
+
+
+@pytest.fixture(scope="module")
+def later(state):
+    return run(state, steps=1, config=dataclasses.replace(CONFIG, ema=EmaConfig(0.9)))
+
+
+def test_a_state_comes_back_from_disk_bit_for_bit(state, tmp_path):
+    handle = save_state(state, tmp_path)
+    assert_same(load_state(tmp_path), state)
+    assert open_state(tmp_path) == handle and handle.step == 2
+
+
+def test_equal_states_have_equal_digests(state, later, tmp_path):
+    digests = [
+        save_state(s, tmp_path / name).digest for s, name in ((state, "a"), (load(state, tmp_path), "b"))
+    ]
+    assert digests[0] == digests[1] != save_state(later, tmp_path / "c").digest
+
+
+def load(state, folder):
+    return save_state(state, folder / "copy").load()
+
+
+def test_saving_twice_leaves_the_files_of_one_state(state, later, tmp_path):
+    save_state(state, tmp_path)
+    save_state(later, tmp_path)
+    save_state(later, tmp_path)
+    assert_same(load_state(tmp_path), later)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_save_that_breaks_at_any_moment_leaves_the_state_before_or_after(
+    moment, state, later, tmp_path, monkeypatch
+):
+    save_state(state, tmp_path)
+    calls = []
+
+    def breaking(function):
+        def call(*args):
+            calls.append(function)
+            if len(calls) == moment + 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(checkpoint, "save_file", breaking(checkpoint.save_file))
+    monkeypatch.setattr(checkpoint.os, "replace", breaking(checkpoint.os.replace))
+    monkeypatch.setattr(checkpoint.os, "fsync", breaking(checkpoint.os.fsync))
+    broke = False
+    try:
+        save_state(later, tmp_path)
+    except OSError:
+        broke = True
+    monkeypatch.undo()
+    assert_same(load_state(tmp_path), state if broke else later)
+    open_state(tmp_path)
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "edit", "empty"])
+def test_a_damaged_state_is_refused_by_name(damage, state, tmp_path):
+    save_state(state, tmp_path)
+    [tensors] = tmp_path.glob("*.safetensors")
+    values = tmp_path / "state.json"
+    if damage == "remove":
+        tensors.unlink()
+    elif damage == "edit":
+        values.write_text(values.read_text().replace('"step": 2', '"step": 3'))
+    elif damage == "empty":
+        values.write_text("")
+    else:
+        data = bytearray(tensors.read_bytes())
+        data[-1] ^= 1
+        tensors.write_bytes(data if damage == "flip" else data[:-8])
+    with pytest.raises(ValueError, match="training state"):
+        open_state(tmp_path)
+
+
+def test_a_state_of_another_format_is_refused(state, tmp_path):
+    save_state(state, tmp_path)
+    values = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**values, "format": 99}))
+    with pytest.raises(ValueError, match="not a Graft training state of format"):
+        load_state(tmp_path)
+
+
+def test_a_state_never_names_a_file_outside_its_folder(state, tmp_path):
+    save_state(state, tmp_path / "state")
+    secret = tmp_path / "other.safetensors"
+    secret.write_bytes(next((tmp_path / "state").glob("*.safetensors")).read_bytes())
+    values = json.loads((tmp_path / "state" / "state.json").read_text())
+    (tmp_path / "state" / "state.json").write_text(json.dumps({**values, "tensors": "../other.safetensors"}))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_state(tmp_path / "state")
+
+
+def test_a_loaded_state_outlives_its_files(state, tmp_path):
+    loaded = save_state(state, tmp_path / "gone").load()
+    before = {name: tensor.clone() for name, tensor in loaded.weights.items()}
+    checkpoint.remove_state(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+    assert all(torch.equal(before[name], loaded.weights[name]) for name in before)
+    assert_same(run(loaded, steps=1), run(state, steps=1))
