@@ -75,7 +75,7 @@ class Heads(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(F.layer_norm(x, (32,))).view(2, 6, 3, 2, 16).permute(2, 0, 3, 1, 4)
         x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 6, 32)
-        return x + self.out(F.silu(x))
+        return x + F.silu(self.out(x))
 
 
 def counts(mode):
