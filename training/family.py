@@ -6,8 +6,10 @@ A family is a row of FAMILIES, never a subclass; the loop has no branch on the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +29,9 @@ class Family:
     taken."""
     blocks: tuple[str, ...]
     """Globs of the repeated blocks: the units of checkpointing, offloading and per-block settings."""
+    idle: tuple[str, ...] = ()
+    """Globs of layers whose output nothing reads, "-1" being the last block: an adapter there would learn
+    nothing."""
     lr: float = 1e-4
     sigmas: str = "schedule"
     """Default of ObjectiveConfig.sigmas."""
@@ -56,6 +61,19 @@ class Family:
     names."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Warnings shown when this family is trained."""
+
+    def idle_layers(self, paths: Iterable[str]) -> set[str]:
+        """Return those module paths whose layers have no effect on the model's output."""
+        if not self.idle:
+            return set()
+        numbered = [re.match(r"(.+?)\.(\d+)\.", path) for path in paths]
+        last: dict[str, int] = {}
+        for found in filter(None, numbered):
+            last[found[1]] = max(int(found[2]), last.get(found[1], 0))
+        globs = [
+            re.sub(r"^(.+?)\.-1\.", lambda m: f"{m[1]}.{last.get(m[1], -1)}.", glob) for glob in self.idle
+        ]
+        return {path for path in paths if any(fnmatchcase(path, glob) for glob in globs)}
 
     def tokens(self, shape: tuple[int, ...]) -> float:
         """Return how many tokens latents of `shape` (..., H, W) have, which is what resolution shifts go
@@ -92,9 +110,9 @@ DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lcm", "dmd", "flash")
 def _distilled(name: str) -> str:
     return (
         f"this base model looks distilled to a few steps ({name}): training on it slowly undoes the "
-        "distillation, and its images get worse at few steps. Train on the model it was distilled from and use "
-        "the LoRA on this one, or load an assistant LoRA (a de-distillation adapter) onto the MODEL before Train "
-        "Steps: patches on the incoming MODEL apply while training and are no part of the result."
+        "distillation, and its images get worse at few steps. Train on the model it was distilled from and "
+        "use the LoRA on this one, or load an assistant LoRA (a de-distillation adapter) onto the MODEL before "
+        "Train Steps: patches on the incoming MODEL apply while training and are no part of the result."
     )
 
 
@@ -249,6 +267,11 @@ FAMILIES: Mapping[str, Family] = {
         base_model="qwen_image",
         targets=_targets(_QWEN_ATTENTION, _QWEN_MLP),
         blocks=("transformer_blocks.*",),
+        idle=(
+            "transformer_blocks.-1.txt_mlp.*",
+            "transformer_blocks.-1.attn.add_q_proj",
+            "transformer_blocks.-1.attn.to_add_out",
+        ),
         sigmas="logit-normal",
         shift=2.2,
         key_prefix="",

@@ -127,6 +127,7 @@ def with_guidance(batch: Batch, config: ObjectiveConfig, family: Family) -> Batc
 def _mean(error: Tensor, batch: Batch) -> Tensor:
     if batch.masks is not None:
         masks = batch.masks.to(error)
+        masks = masks.reshape(*masks.shape[:2], *(1,) * (error.ndim - 4), *masks.shape[2:])
         error = error * (masks / masks.mean().clamp_min(1e-6))
     per_sample = error.flatten(1).mean(1)
     if batch.weights is not None:

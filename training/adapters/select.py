@@ -42,7 +42,8 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
     if config.blocks:
         inside = in_blocks(specs, family, config.blocks)
         included = {n: s for n, s in included.items() if n in inside}
-    chosen = {n: s for n, s in included.items() if not matches(n, config.exclude)}
+    idle = family.idle_layers(specs)
+    chosen = {n: s for n, s in included.items() if n not in idle and not matches(n, config.exclude)}
     if not chosen:
         names = list(candidates or specs)
         examples = ", ".join(names[:: max(1, len(names) // 8)][:8])
