@@ -34,7 +34,9 @@ class LoKr(Adapter):
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
         if config.tucker:
-            raise ValueError("tucker is for LoRA and LoHa: ComfyUI fails to apply a LoKr file with a Tucker core.")
+            raise ValueError(
+                "tucker is for LoRA and LoHa: ComfyUI fails to apply a LoKr file with a Tucker core."
+            )
         out1, out2 = factorise(spec.shape[0], config.factor)
         in1, in2 = factorise(spec.shape[1], config.factor)
         kernel, rank = spec.shape[2:], config.rank
@@ -98,3 +100,10 @@ def factorise(size: int, factor: int) -> tuple[int, int]:
     limit = min(factor, math.isqrt(size)) if factor > 0 else math.isqrt(size)
     m = max(m for m in range(1, max(limit, 1) + 1) if size % m == 0)
     return m, size // m
+
+
+def small_factor(weights: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the shape (out1, in1) of w1."""
+    if "w1" in weights:
+        return weights["w1"].shape[0], weights["w1"].shape[1]
+    return weights["w1_a"].shape[0], weights["w1_b"].shape[1]

@@ -1,0 +1,79 @@
+"""Files in the layouts that ComfyUI's loader reads start training at what that loader renders."""
+
+from __future__ import annotations
+
+import comfy.lora
+import comfy.sd
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graft.training.adapters import restore_adapters
+from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.lora_names import lora_names
+from graft.training.config import AdapterConfig
+from graft.training.lora_file import read_lora
+from graft.training.start import config_from_file, start_from_file
+
+from .test_training import sd3_state_dict
+
+
+@pytest.fixture(scope="module")
+def patcher():
+    return comfy.sd.load_diffusion_model_state_dict(sd3_state_dict())
+
+
+def rendered(patcher, tensors):
+    """The difference that the stock loader makes to each weight."""
+    keys = comfy.lora.model_lora_keys_unet(patcher.model, {})
+    weights, found = patcher.model.state_dict(), {}
+    for target, patch in comfy.lora.load_lora(dict(tensors), keys, log_missing=False).items():
+        key, offset = (target, None) if isinstance(target, str) else (target[0], target[1])
+        weight = found.setdefault(key, torch.zeros_like(weights[key], dtype=torch.float32))
+        comfy.lora.calculate_weight([(1.0, patch, 1.0, offset, None)], weight, key)
+    return found
+
+
+def lora(name, out, wide, rank=2, spelling=("lora_A.weight", "lora_B.weight")):
+    down, up = torch.randn(rank, wide), torch.randn(out, rank)
+    return {f"{name}.{spelling[0]}": down, f"{name}.{spelling[1]}": up}
+
+
+LAYOUTS = {
+    "kohya": lambda: {
+        **lora(
+            "lora_unet_joint_blocks_0_x_block_attn_qkv", 384, 128, 4, ("lora_down.weight", "lora_up.weight")
+        ),
+        "lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0),
+    },
+    "native": lambda: lora("diffusion_model.joint_blocks.1.x_block.mlp.fc1", 512, 128),
+    "diffusers, split": lambda: {
+        key: tensor
+        for part in ("to_q", "to_k", "to_v", "to_out.0")
+        for key, tensor in lora(f"transformer.transformer_blocks.0.attn.{part}", 128, 128).items()
+    },
+    "diffusers, one of three": lambda: lora("transformer.transformer_blocks.0.attn.to_k", 128, 128),
+    "onetrainer": lambda: lora(
+        "lora_transformer_transformer_blocks_0_attn_to_q", 128, 128, 3, ("lora_down.weight", "lora_up.weight")
+    ),
+    "peft": lambda: lora("base_model.model.transformer_blocks.0.ff.net.0.proj", 512, 128),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layout):
+    torch.manual_seed(0)
+    tensors = LAYOUTS[layout]()
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path)
+    denoiser = ComfyDenoiser(patcher)
+    names = lora_names(patcher)
+    config = config_from_file(read_lora(path), denoiser.specs, denoiser.family, AdapterConfig(), names)
+    weights = start_from_file(path, denoiser.specs, denoiser.family, config, names=names)
+    adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
+    expected = rendered(patcher, tensors)
+    assert expected
+    for path, adapter in adapters.items():
+        target = expected.pop(f"diffusion_model.{path}.weight", torch.zeros(()))
+        assert torch.allclose(adapter.product(), target.expand(adapter.spec.shape), atol=1e-5), path
+    assert not expected

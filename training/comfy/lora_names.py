@@ -1,0 +1,32 @@
+"""What LoRA files call the layers of a ComfyUI model: ComfyUI's own table, so that we read what its loader
+reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.lora
+
+from .denoiser import NETWORK
+
+
+def lora_names(patcher: Any) -> dict[str, tuple[str, int, int]]:
+    """Return what `training.start.layer_names` does, for every layout that ComfyUI's loader knows for this
+    model.
+
+    Names for which the loader reorders the outputs (a diffusers norm's shift and scale) are left out.
+    """
+    weights = patcher.model.state_dict()
+    names: dict[str, tuple[str, int, int]] = {}
+    for name, target in comfy.lora.model_lora_keys_unet(patcher.model, {}).items():
+        key, rows = (target, None) if isinstance(target, str) else (target[0], target[1])
+        if (
+            not key.endswith(".weight")
+            or key not in weights
+            or (not isinstance(target, str) and len(target) > 2)
+        ):
+            continue
+        axis, start, count = rows or (0, 0, weights[key].shape[0])
+        if axis == 0:
+            names[name] = (key.removeprefix(f"{NETWORK}.").removesuffix(".weight"), start, count)
+    return names

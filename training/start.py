@@ -1,0 +1,293 @@
+"""Start training from a LoRA file: find each of its layers in the model, and bring it to the size that is
+trained.
+
+The adapters then compute exactly what the file does. A layer that the file calls by several names (separate
+q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and layers that the file lacks start
+fresh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapters import Adapter, build_adapters, initialise, named_parameters, select
+from .adapters.dora import DoRA, column_lengths
+from .adapters.lokr import small_factor
+from .adapters.lora import thin_down
+from .config import AdapterConfig
+from .family import Family
+from .layer import FrozenLayer, LayerSpec
+from .lora_file import LoraFile, LoraLayer, lora_key, read_lora
+
+log = logging.getLogger(__name__)
+
+Rows = tuple[str, int, int]
+"""(module path, first output, number of outputs): what a file's name stands for, a layer or part of a fused
+one."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A file's layers by the model's module paths."""
+
+    layers: Mapping[str, LoraLayer]
+    unmatched: tuple[str, ...]
+    """Keys of the file that belong to no layer of the model, or to no method that is trained."""
+
+
+def start_from_file(
+    path: Path,
+    specs: Mapping[str, LayerSpec],
+    family: Family,
+    config: AdapterConfig,
+    *,
+    seed: int = 0,
+    layers: Mapping[str, FrozenLayer] | None = None,
+    names: Mapping[str, Rows] | None = None,
+) -> dict[str, Tensor]:
+    """Return the weights of step 0: the file's layers, and fresh ones for the rest of what `config` selects.
+
+    Layers of the file outside the selection are trained too; keys that match no layer are logged. `layers`
+    holds the base, for methods that start from it; `names` are further names of layers (see `layer_names`).
+    Raises ValueError when the file is not sound, matches nothing, or cannot be brought to `config`, and says
+    what to set.
+    """
+    file = read_lora(path)
+    matched = match_layers(file, specs, family, names)
+    if matched.unmatched:
+        log.warning(
+            "Graft: %s: %d keys match nothing in %s and are not trained: %s",
+            file.name,
+            len(matched.unmatched),
+            family.name,
+            ", ".join(matched.unmatched),
+        )
+    if config.init == "pissa":
+        raise ValueError(f"{file.name}: a file takes the place of the PiSSA start; set init to 'default'.")
+    chosen = {*select(specs, family, config), *matched.layers}
+    adapters = build_adapters({name: spec for name, spec in specs.items() if name in chosen}, config)
+    initialise(adapters, seed, layers)
+    for name, layer in matched.layers.items():
+        with torch.no_grad():
+            fit(adapters[name], layer, f"{file.name}: {layer.name}", layers[name] if layers else None)
+    return {name: parameter.detach() for name, parameter in named_parameters(adapters).items()}
+
+
+def config_from_file(
+    file: LoraFile,
+    specs: Mapping[str, LayerSpec],
+    family: Family,
+    config: AdapterConfig,
+    names: Mapping[str, Rows] | None = None,
+) -> AdapterConfig:
+    """Return `config` with algorithm, rank, alpha and LoKr's factors as in the file.
+
+    What most layers have is the setting, and patterns name the layers that differ.
+    """
+    matched = match_layers(file, specs, family, names).layers
+    algorithms = {path: layer.algorithm for path, layer in matched.items()}
+    ranks = {path: layer.rank or config.rank for path, layer in matched.items()}
+    alphas = {path: float(layer.tensors.get("alpha", ranks[path])) for path, layer in matched.items()}
+    algorithm, rank, alpha = (_most(values) for values in (algorithms, ranks, alphas))
+    found = dataclasses.replace(
+        config,
+        algorithm=algorithm,
+        rank=rank,
+        alpha=alpha,
+        rslora=False,
+        init="default",
+        tucker=any("mid" in layer.weights or "t1" in layer.weights for layer in matched.values()),
+        algorithms=tuple((path, value) for path, value in algorithms.items() if value != algorithm),
+        ranks=tuple((path, value) for path, value in ranks.items() if value != rank),
+        alphas=tuple((path, value) for path, value in alphas.items() if value != alpha),
+    )
+    return _with_factors(found, {path: (specs[path], layer) for path, layer in matched.items()})
+
+
+def match_layers(
+    file: LoraFile, specs: Mapping[str, LayerSpec], family: Family, names: Mapping[str, Rows] | None = None
+) -> Matched:
+    """Find the file's layers in the model, parts of fused layers put together.
+
+    Raises ValueError when none is found, or parts of one layer cannot be put together.
+    """
+    known = {**layer_names(specs, family), **(names or {})}
+    parts: dict[str, list[tuple[Rows, LoraLayer]]] = {}
+    unmatched = list(file.other)
+    for name, layer in file.layers.items():
+        if name in known:
+            parts.setdefault(known[name][0], []).append((known[name], layer))
+        else:
+            unmatched += [f"{name}.{suffix}" for suffix in layer.tensors]
+    if not parts:
+        examples = ", ".join(list(file.layers)[:3])
+        raise ValueError(
+            f"{file.name}: no layer of {family.name} is called like those of the file ({examples}); was it "
+            "trained on another kind of model?"
+        )
+    order = [path for path in specs if path in parts]
+    return Matched({path: _joined(file.name, specs[path], parts[path]) for path in order}, tuple(unmatched))
+
+
+def layer_names(specs: Mapping[str, LayerSpec], family: Family) -> dict[str, Rows]:
+    """Return what files call the model's layers in the layouts that keep ComfyUI's own paths: kohya, native,
+    PEFT."""
+    names: dict[str, Rows] = {}
+    for path, spec in specs.items():
+        flat = path.replace(".", "_")
+        spellings = [f"{prefix}{flat}" for prefix in ("lora_unet_", "lycoris_", "lora_transformer_")]
+        spellings += [f"{prefix}{path}" for prefix in _PREFIXES]
+        names.update(dict.fromkeys([*spellings, lora_key(path, family)], (path, 0, spec.shape[0])))
+    return names
+
+
+def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
+    """Give a fresh adapter the difference that `layer` describes; a larger rank starts as one that adds
+    nothing.
+
+    Raises ValueError, beginning with `where`, when the adapter is of another method, smaller, or of other
+    factors.
+    """
+    wanted = adapter.config.algorithm
+    if layer.algorithm != wanted and (layer.algorithm, wanted) != ("lora", "dora"):
+        raise ValueError(
+            f"{where}: the file holds {layer.algorithm} weights; set the algorithm to it, not {wanted}."
+        )
+    given, parameters = layer.weights, dict(adapter.named_parameters())
+    if "mid" in given and "mid" not in parameters:
+        given = {"up": given["up"], "down": thin_down(given)}
+    for name, tensor in given.items():
+        given[name] = _reshaped(tensor, name, parameters, f"{where}.{name}", adapter, layer)
+    ratio = layer.scale / adapter.scale
+    scaled = next((name for name in adapter.padded_with_zeros if name in given), None)
+    for name, tensor in given.items():
+        target = parameters[name]
+        if target.shape != tensor.shape and name in adapter.padded_with_zeros:
+            target.zero_()
+        corner = target[tuple(slice(0, side) for side in tensor.shape)]
+        corner.copy_(tensor.float() * ratio if name == scaled and ratio != 1 else tensor)
+    if isinstance(adapter, DoRA) and "magnitude" not in given:
+        if base is None:
+            raise ValueError(
+                f"{where}: a plain LoRA becomes DoRA only beside its base; set the algorithm to lora."
+            )
+        weight = base.weight(torch.float32, adapter.magnitude.device)
+        adapter.magnitude.copy_(column_lengths(weight + adapter.product()))
+
+
+def _reshaped(
+    tensor: Tensor,
+    name: str,
+    parameters: Mapping[str, Tensor],
+    where: str,
+    adapter: Adapter,
+    layer: LoraLayer,
+) -> Tensor:
+    """Return a file's factor in the axes of the parameter, equal to it but for the rank."""
+    if name not in parameters:
+        raise ValueError(f"{where}: the settings have no such factor; {_as_in_the_file(layer)}.")
+    target = parameters[name]
+    old, new = layer.rank or 0, adapter.config.rank
+    if name == "down" and tensor.ndim != target.ndim:
+        shape = (tensor.shape[0], *target.shape[1:])
+        if tensor.numel() == torch.Size(shape).numel():
+            tensor = tensor.reshape(shape)
+    elif tensor.ndim != target.ndim and tensor.numel() == target.numel():
+        tensor = tensor.reshape(target.shape)
+    sides = list(zip(tensor.shape, target.shape))
+    if tensor.ndim != target.ndim or any(a != b and (a, b) != (old, new) for a, b in sides):
+        raise ValueError(
+            f"{where}: shape {tuple(tensor.shape)} does not fit {tuple(target.shape)} of the layer "
+            f"{adapter.spec.shape}; {_as_in_the_file(layer)}, or choose the base that the file was trained "
+            "on."
+        )
+    if any(a > b for a, b in sides):
+        raise ValueError(
+            f"{where}: the file has rank {old} here and the settings have {new}; {_as_in_the_file(layer)}."
+        )
+    if tensor.shape != target.shape and any(core in layer.weights for core in ("mid", "t1")):
+        raise ValueError(f"{where}: a Tucker core keeps its rank; {_as_in_the_file(layer)}.")
+    return tensor
+
+
+def _as_in_the_file(layer: LoraLayer) -> str:
+    return f"take rank and factors from the file (rank {layer.rank}, {layer.algorithm})"
+
+
+def _joined(file: str, spec: LayerSpec, parts: list[tuple[Rows, LoraLayer]]) -> LoraLayer:
+    """Return parts of a fused layer as one LoRA: the same `down` once, different ones side by side."""
+    (path, _, rows), first = parts[0]
+    if len(parts) == 1 and rows == spec.shape[0]:
+        return first
+    names = ", ".join(layer.name for _, layer in parts)
+    if any(layer.algorithm != "lora" or "mid" in layer.weights for _, layer in parts):
+        raise ValueError(
+            f"{file}: {names} are parts of one layer, {path}; only plain LoRAs can be put together."
+        )
+    if len({start for (_, start, _), _ in parts}) != len(parts):
+        raise ValueError(f"{file}: {names} are all names of one layer, {path}; a layer may come once.")
+    downs = [layer.weights["down"] for _, layer in parts]
+    shared = all(down.shape == downs[0].shape and torch.equal(down, downs[0]) for down in downs)
+    scale = first.scale if all(layer.scale == first.scale for _, layer in parts) else 1.0
+    rank = downs[0].shape[0] if shared else sum(down.shape[0] for down in downs)
+    up, column = torch.zeros(spec.shape[0], rank), 0
+    for (_, start, count), layer in parts:
+        own = layer.weights["up"].float() * (layer.scale / scale)
+        if own.shape[0] != count:
+            raise ValueError(
+                f"{file}: {layer.name}: {own.shape[0]} outputs, but that part of {path} has {count}."
+            )
+        up[start : start + count, column : column + own.shape[1]] = own
+        column += 0 if shared else own.shape[1]
+    tensors = {
+        "lora_up.weight": up,
+        "lora_down.weight": downs[0] if shared else torch.cat([down.float() for down in downs]),
+        "alpha": torch.tensor(scale * rank),
+    }
+    return LoraLayer(names, tensors)
+
+
+def _with_factors(config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, LoraLayer]]) -> AdapterConfig:
+    """Return `config` with the LoKr settings under which every layer has the file's factors, where there are
+    any."""
+    lokr = {path: (spec, layer) for path, (spec, layer) in layers.items() if layer.algorithm == "lokr"}
+    if not lokr:
+        return config
+    sides = Counter(side for _, layer in lokr.values() for side in small_factor(layer.weights))
+    for factor in (-1, *(side for side, _ in sides.most_common() if side >= 2)):
+        for both, full in ((False, False), (True, False), (False, True)):
+            tried = dataclasses.replace(config, factor=factor, decompose_both=both, full_matrix=full)
+            adapters = build_adapters({path: spec for path, (spec, _) in lokr.items()}, tried)
+            if all(_same_factors(adapters[path], layer) for path, (_, layer) in lokr.items()):
+                return tried
+    return config
+
+
+def _same_factors(adapter: Adapter, layer: LoraLayer) -> bool:
+    ours = {name: parameter.numel() for name, parameter in adapter.named_parameters()}
+    return ours == {name: tensor.numel() for name, tensor in layer.weights.items()}
+
+
+def _most(values: Mapping[str, Any]) -> Any:
+    return Counter(values.values()).most_common(1)[0][0]
+
+
+_PREFIXES = (
+    "diffusion_model.",
+    "model.diffusion_model.",
+    "base_model.model.",
+    "base_model.model.diffusion_model.",
+    "transformer.",
+    "unet.",
+    "",
+)
+"""Before a module path, in native and PEFT files."""
