@@ -6,9 +6,9 @@ Prints {"10000": {"index_mb", "batch_ms", "worst_ms", "build_s"}, "100000": ...,
 "encode_ratio": r, "encode_ratio_vae_only": v}.
 index_mb is how much the resident memory of a process of its own grows by samples and index together;
 batch_ms is the mean over the first 2,000 batches of four, including the shuffling of the epoch (worst_ms).
-encode_ratio is the throughput of `encode`, which also hashes and writes, over that of a plain loop that opens,
-resizes and encodes the same images. In encode_ratio_vae_only the loop does not even open them: there, 1 means that
-everything but the VAE is hidden behind it.
+encode_ratio is the throughput of `encode`, which also hashes and writes, over that of a plain loop that
+opens, resizes and encodes the same images. In encode_ratio_vae_only the loop does not even open them: there,
+1 means that everything but the VAE is hidden behind it.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ REASONS = {
     "cut.jpg": "truncated or damaged",
     "dot.png": "1 x 1 px is too small",
     "latin.png": "latin.txt is not UTF-8",
-    "twin.jpg": "shares its caption's name with twin.png",
-    "twin.png": "shares its caption's name with twin.jpg",
+    "twin.jpg": "shares its caption or mask with twin.png",
+    "twin.png": "shares its caption or mask with twin.jpg",
     "words.webp": "is not an image",
     "zero.png": "the file is empty",
 }
@@ -163,6 +163,22 @@ def test_one_error_names_every_bad_file_with_its_reason_and_what_to_do(tmp_path)
     for (name, reason), line in zip(REASONS.items(), lines[1:-1], strict=True):
         assert line.startswith(f"  {name}: ") and reason in line
     assert "allow skipping" in lines[-1]
+
+
+def test_twins_whose_captions_are_not_shared_are_fine(tmp_path):
+    add(tmp_path, "cat.png", None), add(tmp_path, "cat.jpg", None)
+    assert len(scan(tmp_path, captioned(source="file name"))) == 2
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "cat.png", "text": "1"}\n{"file_name": "cat.jpg", "text": "2"}'
+    )
+    assert captions(scan(tmp_path)) == {"cat.jpg": ("2",), "cat.png": ("1",)}
+
+
+def test_a_hundred_bad_files_are_listed_and_the_others_counted(tmp_path):
+    for number in range(103):
+        (tmp_path / f"{number:03}.png").touch()
+    with pytest.raises(ValueError, match=r"099\.png: the file is empty.*\n  \.\.\. and 3 more\n"):
+        scan(tmp_path)
 
 
 def test_the_rest_is_trained_when_skipping_is_allowed(tmp_path):

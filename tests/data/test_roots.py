@@ -36,6 +36,7 @@ def test_the_menu_lists_what_can_be_chosen(roots):
     found = list_datasets(roots)
     assert found == ["cats", "photos", "photos/dogs"]
     assert all(resolve_dataset(name, roots).is_dir() for name in found)
+    assert list_datasets([*roots, roots[0] / "gone"]) == found
 
 
 @pytest.mark.parametrize("name", ["../private", "cats/../../private", "..", "cats\\..\\..\\private"])

@@ -60,6 +60,16 @@ class _Folder:
         owners = {stem: stem.removesuffix(MASK_SUFFIX) for stem in self.by_stem if stem.endswith(MASK_SUFFIX)}
         return {owner: self.by_stem[stem][0] for stem, owner in owners.items() if owner in self.by_stem}
 
+    @cached_property
+    def mask_files(self) -> frozenset[str]:
+        return frozenset(self.masks.values())
+
+    def twins(self, file: str) -> list[str]:
+        """Return other images whose caption or mask would be the same file as this one's."""
+        stem = PurePosixPath(file).stem
+        shared = stem in self.masks or any(stem + extension in self.files for extension in CAPTION_FILES)
+        return [name for name in self.by_stem[stem] if name != file] if shared else []
+
     def name_of(self, file: str) -> str:
         return f"{self.relative}/{file}" if self.relative else file
 
@@ -74,9 +84,7 @@ def scan(
     """
     root, config = Path(root), config or DatasetConfig()
     folders = list(_walk(root, config))
-    images = [
-        (folder, file) for folder in folders for file in folder.images if file not in folder.masks.values()
-    ]
+    images = [(folder, file) for folder in folders for file in folder.images if file not in folder.mask_files]
     _require_images(images, folders, root, config)
     captions, bad = _metadata(root, folders)
     bad += [item for folder in folders for item in folder.bad]
@@ -212,10 +220,9 @@ def _repeats_in(folder: str) -> int:
 def _sample(
     root: Path, folder: _Folder, file: str, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig
 ) -> Sample:
-    stem = PurePosixPath(file).stem
-    if twins := [name for name in folder.by_stem[stem] if name != file]:
-        raise BadImage(f"shares its caption's name with {', '.join(twins)}; rename or remove one of them")
-    path = root / folder.relative / file
+    if twins := folder.twins(file):
+        raise BadImage(f"shares its caption or mask with {', '.join(twins)}; rename or remove one of them")
+    stem, path = PurePosixPath(file).stem, root / folder.relative / file
     try:
         info = path.stat()
     except OSError as error:

@@ -51,14 +51,12 @@ def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
     """
     names: list[str] = []
     for number, root in enumerate(map(Path, roots)):
-        if not root.is_dir():
+        try:
+            with os.scandir(root) as entries:
+                below = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
+        except OSError:  # registered, but gone or not to be read: nothing to choose there
             continue
-        if number:
-            names.append(root.name)
-        below = sorted(
-            entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
-        )
-        names += below if number == 0 else [f"{root.name}/{child}" for child in below]
+        names += [root.name, *(f"{root.name}/{child}" for child in below)] if number else below
     return list(dict.fromkeys(names))
 
 

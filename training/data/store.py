@@ -41,17 +41,21 @@ class Store:
         self.folder = Path(folder)
 
     def path(self, kind: str, key: bytes) -> Path:
-        """Return where an entry is or would be. 256 folders keep directories small with a million entries."""
+        """Return where an entry is or would be."""
+        return Path(self._path(kind, key))
+
+    def _path(self, kind: str, key: bytes) -> str:
+        # 256 folders keep each small with a million entries. A string: making a Path takes longer than opening.
         name = key.hex()
-        return self.folder / kind / name[:2] / f"{name}.safetensors"
+        return os.path.join(self.folder, kind, name[:2], f"{name}.safetensors")
 
     def has(self, kind: str, key: bytes) -> bool:
         """Say whether a whole entry is there; a damaged one is logged and counts as missing."""
-        path = self.path(kind, key)
+        path = self._path(kind, key)
         try:
             with safe_open(path, framework="pt"):
                 pass
-            if time.time() - path.stat().st_mtime > _DAY:
+            if time.time() - os.stat(path).st_mtime > _DAY:
                 os.utime(path)  # the date tells `clean` when the entry was last of use
         except FileNotFoundError:
             return False
