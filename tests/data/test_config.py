@@ -9,7 +9,9 @@ from graft.training.data import AugmentConfig, BucketConfig, DatasetConfig, Mask
 
 
 def test_settings_survive_json():
-    config = DatasetConfig(repeats=3, bucket=BucketConfig(resolutions=(512, 768)), augment=AugmentConfig(flip=True))
+    config = DatasetConfig(
+        repeats=3, bucket=BucketConfig(resolutions=(512, 768)), augment=AugmentConfig(flip=True)
+    )
     assert from_dict(DatasetConfig, json.loads(json.dumps(to_dict(config)))) == config
     assert from_dict(DatasetConfig, {}) == DatasetConfig()
 

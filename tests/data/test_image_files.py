@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from graft.tests.data.helpers import add, picture
+from graft.training.data.augment import Jitter, recolour
 from graft.training.data.bucket import crop_box
 from graft.training.data.image import crop_mask, read_mask, read_picture
 from graft.training.data.image_file import BadImage, read_header
@@ -204,3 +205,14 @@ def test_a_mask_is_averaged_under_the_crop(tmp_path):
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(BadImage, match="mask is 32 x 16 px and the image 64 x 64"):
         crop_mask(Image.new("L", (32, 16)), (64, 64), (0, 0, 64, 64), (8, 8))
+
+
+def test_colour_jitter_does_what_its_names_say():
+    pixels = np.random.default_rng(0).random((8, 8, 3), np.float32) * 0.4 + 0.3
+    luma = pixels @ np.array([0.299, 0.587, 0.114], np.float32)
+    assert np.allclose(recolour(pixels, Jitter(1, 1, 1, 0)), pixels, atol=1e-6)
+    assert np.allclose(recolour(pixels, Jitter(0.5, 1, 1, 0)), pixels / 2, atol=1e-6)
+    assert np.allclose(recolour(pixels, Jitter(1, 0, 1, 0)), luma.mean(), atol=1e-5)
+    assert np.allclose(recolour(pixels, Jitter(1, 1, 0, 0)), luma[..., None], atol=1e-5)
+    turned = recolour(pixels, Jitter(1, 1, 0.5, 0.25))
+    assert np.allclose(turned @ np.array([0.299, 0.587, 0.114]), luma, atol=1e-3)  # a hue has no brightness

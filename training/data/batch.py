@@ -40,10 +40,7 @@ class Choice:
 
 
 class EncodedDataset:
-    """The `Dataset` of `training.model`.
-
-    It holds keys; latents and conditioning are read when a batch is asked for.
-    """
+    """The `Dataset` of `training.model`. It holds keys; tensors are read when a batch is asked for."""
 
     def __init__(
         self,
@@ -83,10 +80,7 @@ class EncodedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of everything that decides a batch.
-
-        Contents, settings, encoder, order. Files' names and places do not.
-        """
+        """Digest of all that decides a batch: contents, settings, encoder, order; not the files' names."""
         return digest(self.index.digest(self.entries), self.steady)
 
     def steps_per_epoch(self, size: int) -> int:
@@ -117,18 +111,21 @@ class EncodedDataset:
         at = self.index
         entries = self.entries[self.order.choose(size, seed=seed, index=index)]
         samples = at.sample[entries]
-        draws = torch.rand(
-            3, len(entries), generator=generator(seed, "data", index), dtype=torch.float64
-        ).numpy()
-        if self.steady:
-            draws = np.stack([np.zeros(len(entries)), np.zeros(len(entries)), np.ones(len(entries))])
-        texts = _drawn(at.text_start, samples, draws[1])
+        view_draws, text_draws, drop_draws = self._draws(len(entries), seed, index)
+        texts = _drawn(at.text_start, samples, text_draws)
         rules = [at.rules[i] for i in at.source[samples]]
         keys = [
             rule.empty if drop < rule.dropout else bytes(at.text_keys[text])
-            for rule, drop, text in zip(rules, draws[2], texts)
+            for rule, drop, text in zip(rules, drop_draws, texts)
         ]
-        return Choice(entries, _drawn(at.view_start, entries, draws[0]), keys, rules)
+        return Choice(entries, _drawn(at.view_start, entries, view_draws), keys, rules)
+
+    def _draws(self, count: int, seed: int, index: int) -> NDArray[np.float64]:
+        """Return (3, count) numbers in [0, 1) that pick view, text and dropout of each sample of a batch."""
+        if self.steady:
+            return np.array([[0.0], [0.0], [1.0]]).repeat(count, axis=1)
+        draws = torch.rand(3, count, generator=generator(seed, "data", index), dtype=torch.float64)
+        return np.asarray(draws)
 
     def split(self, config: ValidationConfig) -> tuple[EncodedDataset, EncodedDataset]:
         """Return (training set, validation set). Which image goes where depends on its name or content alone.
@@ -142,34 +139,30 @@ class EncodedDataset:
                 f"the validation split (fraction {config.fraction}, names {list(config.names)}) leaves no "
                 f"image for {side}, out of {len(self.names)}; change the fraction or the names."
             )
-        train = EncodedDataset(
+        return self._part(~held, self.steady), self._part(held, True)
+
+    def validation(self) -> EncodedDataset:
+        """Return the same images as a validation set: each once, always alike, in the same order."""
+        return self._part(np.ones(len(self.entries), bool), True)
+
+    def _part(self, mask: NDArray[np.bool_], steady: bool) -> EncodedDataset:
+        """Return some of the entries as a dataset of their own, by a mask (entries,)."""
+        return EncodedDataset(
             self.index,
             self.store,
             self.images,
             skipped=self.skipped,
-            entries=self.entries[~held],
-            steady=self.steady,
+            entries=self.entries[mask],
+            steady=steady,
         )
-        return train, EncodedDataset(
-            self.index, self.store, self.images, entries=self.entries[held], steady=True
-        )
-
-    def validation(self) -> EncodedDataset:
-        """Return the same images as a validation set: each once, always alike, in the same order."""
-        return EncodedDataset(self.index, self.store, self.images, entries=self.entries, steady=True)
 
     def _held_out(self, config: ValidationConfig) -> NDArray[np.bool_]:
         """Return (entries,) whether each is for validation."""
         samples = self.index.sample[self.entries]
-        kept = np.array([source.config.regularisation for source in self.images.sources])[
-            self.index.source[samples]
-        ]
-        names = self.images.samples.names
-        named = np.array(
-            [any(fnmatchcase(names[i], glob) for glob in config.names) for i in samples.tolist()], bool
-        )
-        # The smallest digests: equal images stay together, and an image that is added moves at most one
-        # other.
+        regular = np.array([source.config.regularisation for source in self.images.sources])
+        kept, names = regular[self.index.source[samples]], self.images.samples.names
+        named = np.array([any(fnmatchcase(names[i], glob) for glob in config.names) for i in samples], bool)
+        # The smallest digests: equal images stay together, and adding one moves at most one other.
         digests = np.unique(self.index.content[samples[~kept]])
         count = max(1, round(config.fraction * len(digests))) if config.fraction else 0
         held: NDArray[np.bool_] = (named | np.isin(self.index.content[samples], digests[:count])) & ~kept

@@ -57,9 +57,8 @@ def encode(
 ) -> EncodedDataset:
     """Encode what the cache does not hold yet and return the dataset. `on_progress` may raise to cancel.
 
-    `recache` encodes everything anew. Raises ValueError naming every image that cannot be used (unless its
-    source allows skipping; then they are in the result's `skipped`), or if the cache folder cannot be written
-    to.
+    `recache` encodes everything anew. Raises ValueError if the cache folder cannot be written to, or naming
+    every image that cannot be used (unless its source allows skipping; then they are in `skipped`).
     """
     work = _Work(images, encoder, Store(cache_dir), recache)
     with torch.no_grad():
@@ -185,10 +184,7 @@ class _Loaded:
 
 
 def _encode_images(work: _Work, index: Index, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Encode the missing views of the samples.
-
-    Yield each sample's number and why it cannot be used, if so.
-    """
+    """Encode the missing views of the samples; yield each one's number and, if so, why it cannot be used."""
     for number, loaded in _ahead(partial(_load, work, index), numbers):
         if isinstance(loaded, str):
             yield number, loaded

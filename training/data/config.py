@@ -1,7 +1,4 @@
-"""What to take from a folder and how to show it to the model.
-
-Defaults suit a folder of pictures with .txt captions.
-"""
+"""What to take from a folder and how to show it to the model. Defaults suit pictures with .txt captions."""
 
 from __future__ import annotations
 
@@ -55,18 +52,12 @@ class CaptionConfig:
 
 @dataclass(frozen=True)
 class BucketConfig:
-    """The sizes that images are brought to.
-
-    All of about the same area, each image at its nearest aspect ratio.
-    """
+    """The sizes that images are brought to: about the same area, each image at its nearest aspect ratio."""
 
     resolutions: tuple[int, ...] = (1024,)
     """Each stands for an area of resolution x resolution pixels."""
     each: bool = True
-    """With several resolutions.
-
-    Every image at each of them. Otherwise only at the largest that needs no enlarging.
-    """
+    """Of several resolutions, train every image at each; if not, only at the largest that it fills."""
     step: int = 0
     """Sides are multiples of this many pixels; 0 is the model's own. Larger: fewer, fuller buckets."""
     square: bool = False
@@ -76,10 +67,7 @@ class BucketConfig:
     max_side: int = 0
     """Longest side of a bucket in pixels; 0 means twice the resolution."""
     upscale: bool = True
-    """Enlarge images that are smaller than their bucket.
-
-    If not, they get a bucket of about their own size.
-    """
+    """Enlarge images that are smaller than their bucket; if not, they get one of about their own size."""
 
     def __post_init__(self) -> None:
         _require(bool(self.resolutions), "give at least one resolution, for example 1024.")

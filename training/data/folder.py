@@ -228,6 +228,7 @@ def _sample(
     except OSError as error:
         raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
     header = read_header(path)
+    mask = folder.masks.get(stem) if config.mask.source in _MASK_FILES else None
     places = Places(path.parent, folder.relative, folder.files, metadata)
     return Sample(
         name=folder.name_of(file),
@@ -235,9 +236,7 @@ def _sample(
         height=header.height,
         captions=_captions(file, places, config),
         repeats=config.repeats * _repeats_of(root, folder.relative),
-        mask=folder.name_of(folder.masks[stem])
-        if stem in folder.masks and config.mask.source in _MASK_FILES
-        else "",
+        mask=folder.name_of(mask) if mask else "",
         has_alpha=header.has_alpha,
         bytes=info.st_size,
         mtime_ns=info.st_mtime_ns,

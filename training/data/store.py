@@ -45,7 +45,7 @@ class Store:
         return Path(self._path(kind, key))
 
     def _path(self, kind: str, key: bytes) -> str:
-        # 256 folders keep each small with a million entries. A string: making a Path takes longer than opening.
+        # 256 folders keep each small with a million entries. A string: making a Path takes longer than `has`.
         name = key.hex()
         return os.path.join(self.folder, kind, name[:2], f"{name}.safetensors")
 
