@@ -15,8 +15,7 @@ from graft.training.validation import validation_loss
 
 from .test_laws import CONFIG, assert_same
 from .test_laws import run as train
-from .test_validation import TinySamples
-from .tiny import TinyDataset, TinyDenoiser
+from .tiny import TinyDataset, TinyDenoiser, TinySamples
 
 AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(0.9))
 

@@ -23,8 +23,7 @@ from graft.training.work import Work
 
 from .test_laws import CONFIG, assert_same
 from .test_laws import run as train_without_a_folder
-from .test_validation import TinySamples
-from .tiny import TinyDataset, TinyDenoiser
+from .tiny import TinyDataset, TinyDenoiser, TinySamples
 
 EVERY_STEP = CheckpointConfig(minutes=0)
 
@@ -296,6 +295,12 @@ def test_an_image_that_is_no_number_is_named_and_the_weights_are_kept(tmp_path):
         execute(Run(tmp_path), TinyDenoiser(), Spoilt(), CONFIG, None, steps=4)
     saved = open_state(tmp_path / "checkpoints" / "step-00000002").load()
     assert_same(saved, train_without_a_folder(steps=2))
+
+
+def test_a_clock_that_is_set_back_disturbs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", iter(range(10**9, 0, -1000)).__next__)
+    assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2, 3]
 
 
 def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):

@@ -15,24 +15,7 @@ from graft.training.run import Run, execute
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
 from .test_laws import CONFIG, assert_same
-from .tiny import Flow, TinyDataset, TinyDenoiser
-
-
-class TinySamples:
-    """Images that TinyDataset never shows."""
-
-    fingerprint = "held-out"
-
-    def __init__(self, count=3):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def sample(self, index):
-        batch = TinyDataset().batch(1, seed=0, index=index)
-        latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(100 + index))
-        return dataclasses.replace(batch, latents=latents, weights=torch.full((1,), 7.0))
+from .tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 
 def test_validation_is_bit_deterministic():

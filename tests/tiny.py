@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -136,6 +137,23 @@ class TinyDataset:
             [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(c)) for c in chosen]
         )
         return Batch(latents, [{"words": torch.tensor([[c]])} for c in chosen], [f"{c}.png" for c in chosen])
+
+
+class TinySamples:
+    """Held-out images, which TinyDataset never shows."""
+
+    fingerprint = "held-out"
+
+    def __init__(self, count: int = 3) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def sample(self, index: int) -> Batch:
+        batch = TinyDataset().batch(1, seed=0, index=index)
+        latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(100 + index))
+        return replace(batch, latents=latents, weights=torch.full((1,), 7.0))
 
 
 def _spec(module: nn.Module) -> LayerSpec | None:

@@ -44,6 +44,28 @@ def entry(progress: Progress) -> Entry:
     return {name: _rounded(values[name]) for name in FIELDS}
 
 
+def describe(progress: Progress) -> str:
+    """Return one line for people: what the console and the node show of a step."""
+    parts = [
+        f"step {progress.step}/{progress.total}",
+        f"loss {progress.loss:.4f} (mean {progress.smoothed:.4f})",
+        f"validation {progress.validation:.4f}" if progress.validation is not None else "",
+        f"lr {progress.lr:.2e}",
+        f"gradient {progress.grad_norm:.3g}",
+        f"{progress.seconds:.2f} s/step",
+        f"{progress.memory / 2**30:.1f} GB" if progress.memory else "",
+        f"{clock(progress.time_left)} left" if math.isfinite(progress.time_left) else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as people read it: 0:42, 12:05, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def read_log(path: Path) -> list[Entry]:
     """Return the entries of a `log.jsonl`, up to the first line that is torn; none when there is no file."""
     entries: list[Entry] = []

@@ -1,0 +1,208 @@
+"""What a run survives: killed at random moments, and the faults of disks, files and people. `graft bench
+faults`.
+
+A run is killed with SIGKILL, half of the times at a random moment and half of them inside a save (before or
+after a file is renamed or flushed), and then continued. It must end with the digest of a run that nobody
+disturbed: same weights, optimizer memory, averages and losses, bit for bit. The other faults are the tests
+of that name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json as json_format
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIMIZERS = ("adamw", "adamw8bit", "prodigy", "schedule-free-adamw", "adafactor")
+TRIES = 20
+STEPS = 30
+PATIENCE_SECONDS = 300
+
+FAULTS = {
+    "cancel as an exception and as a base exception": ("run", "a_run_that_was_cancelled_resumes_bit_equal"),
+    "error inside an optimizer step": (
+        "run",
+        "an_error_inside_an_optimizer_step_falls_back_to_the_saved_one",
+    ),
+    "corrupted newest checkpoint": ("run", "a_damaged_newest_checkpoint_falls_back_to_the_one_before"),
+    "leftovers of a killed save": ("run", "leftovers_of_a_killed_run_are_removed"),
+    "truncated log": ("run", "the_log_has_every_step_once_after_a_resume"),
+    "the same run twice at a time": ("run", "one_run_is_not_trained_twice_at_a_time"),
+    "read-only output": ("run", "a_folder_that_cannot_be_written_is_named_before_any_step"),
+    "full disk at the start": ("run", "a_run_does_not_start_on_a_full_disk"),
+    "disk that fills up": ("run", "a_disk_that_fills_up_stops_the_run_with_a_saved_state"),
+    "locked folder": ("run", "a_failed_write_is_reported_and_training_goes_on"),
+    "no space inside a save": (
+        "checkpoint",
+        "a_save_that_breaks_at_any_moment_leaves_the_state_before_or_after",
+    ),
+    "file removed while open": ("checkpoint", "a_loaded_state_outlives_its_files"),
+    "clock going backwards": ("run", "a_clock_that_is_set_back_disturbs_nothing"),
+    "NaN in one image": ("run", "an_image_that_is_no_number_is_named_and_the_weights_are_kept"),
+    "interrupt during validation": ("validation", "a_measurement_that_was_interrupted_is_made_up_for"),
+    "SIGTERM": ("kill", "sigterm_saves_the_step_and_ends_the_process"),
+}
+"""What goes wrong -> the file under tests/ and the test in it that does it."""
+
+
+def main(json: bool = False, *, tries: int = TRIES, steps: int = STEPS) -> int:
+    """Kill runs, run the fault tests, print what came of it; 0 when everything survived."""
+    killed = kill_runs(tries, steps)
+    faults = run_faults()
+    report = {"kill9": killed, "faults": faults}
+    if json:
+        print(json_format.dumps(report, indent=1))
+    else:
+        print(f"killed and continued bit-equal: {killed['equal']} of {killed['tried']}")
+        for name, outcome in faults.items():
+            print(f"{name}: {outcome}")
+    survived = killed["equal"] == killed["tried"] and set(faults.values()) == {"ok"}
+    return 0 if survived else 1
+
+
+def kill_runs(tries: int, steps: int, *, seed: int = 0) -> dict[str, Any]:
+    """Kill `tries` runs, the optimizers taking turns, and return how many ended as if nothing had
+    happened."""
+    moments = random.Random(seed)
+    outcomes: dict[str, dict[str, int]] = {name: {"tried": 0, "equal": 0} for name in OPTIMIZERS}
+    expected: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="graft-faults-") as place:
+        for number in range(tries):
+            name = OPTIMIZERS[number % len(OPTIMIZERS)]
+            if name not in expected:
+                began = time.monotonic()
+                expected[name] = train(Path(place, name), name, steps)
+                seconds = time.monotonic() - began
+            folder = Path(place, f"{number}-{name}")
+            outcomes[name]["tried"] += 1
+            if number % 2:
+                inside = f"{moments.choice(('replace', 'fsync'))}:{moments.randrange(1, 3 * steps)}"
+                kill_once(folder, name, steps, inside=inside)
+            else:
+                kill_once(folder, name, steps, after=moments.uniform(0.0, seconds))
+            outcomes[name]["equal"] += train(folder, name, steps) == expected[name]
+    total = {key: sum(outcome[key] for outcome in outcomes.values()) for key in ("tried", "equal")}
+    return {**total, "per_optimizer": outcomes}
+
+
+def kill_once(folder: Path, optimizer: str, steps: int, *, after: float = 0.0, inside: str = "") -> None:
+    """Start the run in a process of its own and kill it, `after` seconds of training or `inside` a save."""
+    command = [sys.executable, str(Path(__file__).resolve()), str(folder), optimizer, str(steps), inside]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != b"ready":
+            raise RuntimeError(f"the run to be killed did not start: {' '.join(command)}")
+        if not inside:
+            time.sleep(after)
+            process.kill()
+        process.wait(PATIENCE_SECONDS)
+
+
+def train(folder: Path, optimizer: str, steps: int) -> str:
+    """Train on the tiny denoiser, saving every step, or go on with what is there; return the last state's
+    digest."""
+    from graft.tests.tiny import TinyDataset, TinyDenoiser, TinySamples
+    from graft.training import config as c
+    from graft.training.run import Run, execute
+
+    averages = optimizer.startswith("schedule-free")
+    config = c.TrainConfig(
+        batch_size=2,
+        gradient_accumulation=2,
+        adapter=c.AdapterConfig(rank=4, targets="all", dropout=0.1),
+        optimizer=c.OptimizerConfig(optimizer, lr=1.0 if optimizer == "prodigy" else 1e-3),
+        schedule=c.ScheduleConfig("cosine", warmup_steps=3, total_steps=steps),
+        ema=c.EmaConfig(0.0 if averages else 0.9),
+        validation=c.ValidationConfig(every=10),
+    )
+    run = Run(folder, c.CheckpointConfig(minutes=0))
+    samples = TinySamples()
+    return execute(run, TinyDenoiser(), TinyDataset(), config, None, steps=steps, validation=samples).digest
+
+
+def run_faults() -> dict[str, str]:
+    """Run the fault tests; return "ok" or the reason by fault."""
+    try:
+        import pytest
+    except ImportError:
+        return dict.fromkeys(FAULTS, "not run: pytest is not installed (pip install -e .[test])")
+
+    class Outcomes:
+        def __init__(self) -> None:
+            self.reasons: dict[str, str] = {}
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            test = "::".join(
+                (Path(report.nodeid.split("::")[0]).name, report.nodeid.split("::")[1].split("[")[0])
+            )
+            if report.failed or report.skipped:
+                self.reasons[test] = str(report.longrepr).strip().splitlines()[-1]
+            elif report.when == "call":
+                self.reasons.setdefault(test, "ok")
+
+    outcomes = Outcomes()
+    tests = {fault: f"test_{file}.py::test_{test}" for fault, (file, test) in FAULTS.items()}
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    printed, sys.stdout = sys.stdout, sys.stderr
+    try:
+        pytest.main([*options, *(str(ROOT / "tests" / test) for test in tests.values())], plugins=[outcomes])
+    finally:
+        sys.stdout = printed
+    return {fault: outcomes.reasons.get(test, "not run") for fault, test in tests.items()}
+
+
+def victim(folder: str, optimizer: str, steps: str, inside: str) -> None:
+    """Train until killed, or until the given call ("replace:7": before or after the seventh rename) kills
+    it."""
+    if inside:
+        from graft.training import checkpoint
+
+        name, _, count = inside.partition(":")
+        left, function = [int(count)], getattr(checkpoint.os, name)
+
+        def deadly(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0 and int(count) % 2:
+                die()
+            result = function(*args)
+            if left[0] == 0:
+                die()
+            return result
+
+        setattr(checkpoint.os, name, deadly)
+    print("ready", flush=True)
+    train(Path(folder), optimizer, int(steps))
+
+
+def die() -> None:
+    """End this process as `kill -9` does: nothing is flushed, closed or cleaned up."""
+    if hasattr(signal, "SIGKILL"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(9)
+
+
+def import_checkout_as_graft() -> None:
+    """Make this checkout importable as `graft` in a process that was started with this file."""
+    specification = importlib.util.spec_from_file_location(
+        "graft", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert specification is not None and specification.loader is not None
+    sys.modules["graft"] = module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    import_checkout_as_graft()
+    if sys.argv[1:] in ([], ["--json"]):
+        sys.exit(main(json=bool(sys.argv[1:])))
+    victim(*sys.argv[1:])

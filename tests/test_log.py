@@ -1,0 +1,103 @@
+"""Console line, log files and TensorBoard say the same of a step, and none of them can stop a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+
+import pytest
+
+from graft.training.config import CheckpointConfig
+from graft.training.log import RunLog, clock, describe, entry, read_log
+from graft.training.loop import Progress
+from graft.training.run import Run, execute
+
+from .test_laws import CONFIG
+from .tiny import TinyDataset, TinyDenoiser
+
+STEP = Progress(
+    step=40,
+    loss=0.125,
+    lr=1e-4,
+    grad_norm=0.5,
+    seconds=2.0,
+    state=lambda: None,
+    total=100,
+    smoothed=0.25,
+    images=4,
+    time_left=125.0,
+)
+
+
+def test_a_line_says_where_a_run_stands():
+    text = describe(dataclasses.replace(STEP, validation=0.3, memory=3 << 30))
+    assert text == (
+        "step 40/100  loss 0.1250 (mean 0.2500)  validation 0.3000  lr 1.00e-04  gradient 0.5  2.00 s/step  "
+        "3.0 GB  2:05 left"
+    )
+
+
+def test_durations_read_like_a_clock():
+    assert [clock(seconds) for seconds in (42, 725, 3723)] == ["0:42", "12:05", "1:02:03"]
+
+
+def test_an_entry_holds_the_same_and_none_for_what_does_not_apply():
+    line = entry(STEP)
+    assert (line["step"], line["loss"], line["images_per_second"], line["time_left"]) == (
+        40,
+        0.125,
+        2.0,
+        125.0,
+    )
+    assert line["validation"] is None and line["memory"] is None and line["epoch"] is None
+
+
+def test_an_epoch_is_counted_where_the_dataset_knows_its_length(tmp_path):
+    class Counted(TinyDataset):
+        def steps_per_epoch(self, size):
+            return 4 // size
+
+    execute(Run(tmp_path), TinyDenoiser(), Counted(), CONFIG, None, steps=3)
+    assert [line["epoch"] for line in read_log(tmp_path / "log.jsonl")] == [0.5, 1.0, 1.5]
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
+    (tmp_path / "log.csv").mkdir()
+    assert execute(Run(tmp_path), TinyDenoiser(), TinyDataset(), CONFIG, None, steps=2).step == 2
+    assert "training goes on without it" in caplog.text
+
+
+def test_a_log_that_is_no_log_is_begun_anew(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\xfe\x00")
+    RunLog(tmp_path, 0).write(STEP)
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [40]
+
+
+def test_tensorboard_gets_every_step(tmp_path, monkeypatch):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    run = Run(tmp_path, CheckpointConfig(), tensorboard=True)
+    state = execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=1).load()
+    assert written[0] == (tmp_path / "tensorboard", 1)
+    assert ("graft/loss", pytest.approx(state.losses[0], rel=1e-6), 1) in written
+
+
+def test_missing_tensorboard_is_named_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = Run(tmp_path, tensorboard=True)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=1)
