@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,8 @@ from torch.nn import functional as F
 
 from graft.training.family import Family
 from graft.training.layer import FrozenLayer, LayerSpec
+from graft.training.memory.quantize import plain
+from graft.training.memory.store import Store
 from graft.training.model import Batch, HeldBase
 
 FAMILY = Family(
@@ -95,9 +96,10 @@ class TinyDenoiser:
         return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}
 
     @contextmanager
-    def hold(self, dtype: torch.dtype) -> Iterator[HeldBase]:
-        modules = dict(self.module.named_modules())
-        layers = {n: FrozenLayer(n, s, modules[n], *self._fetch(modules[n])) for n, s in self.specs.items()}
+    def hold(self, dtype: torch.dtype, store: str = "resident") -> Iterator[HeldBase]:
+        modules, kept = dict(self.module.named_modules()), Store(store, FAMILY.blocks, dtype, self.device)
+        fetch = {name: self._fetch(name, spec, modules[name], kept) for name, spec in self.specs.items()}
+        layers = {n: FrozenLayer(n, spec, modules[n], *fetch[n]) for n, spec in self.specs.items()}
         for layer in layers.values():
             layer.module.forward = layer.forward
         try:
@@ -106,17 +108,18 @@ class TinyDenoiser:
             for layer in layers.values():
                 del layer.module.forward
 
-    def _fetch(self, module: nn.Module) -> tuple:
-        def fetch(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-            if not self.overwrite:
-                return tensor.detach().to(device, dtype)
+    def _fetch(self, path: str, spec: LayerSpec, module: nn.Module, kept: Store) -> tuple:
+        whole = kept.fetch_of(path, spec, plain(module.weight.detach()))
+
+        def overwritten(dtype: torch.dtype, device: torch.device) -> Tensor:
+            tensor = module.weight
             self.buffer.fill_(float("nan"))
             shared = self.buffer[: tensor.numel()].view(tensor.shape)
             return shared.copy_(tensor.detach())
 
         bias = getattr(module, "bias", None)
-        plain = None if bias is None else (lambda dtype, device: bias.detach().to(device, dtype))
-        return partial(fetch, module.weight), plain
+        small = None if bias is None else (lambda dtype, device: bias.detach().to(device, dtype))
+        return overwritten if self.overwrite else whole, small
 
     def scale_latents(self, latents: Tensor) -> Tensor:
         return latents

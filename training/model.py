@@ -117,7 +117,7 @@ class Denoiser(Protocol):
         """Every layer an adapter could sit on, by module path. Readable without holding the weights."""
         ...
 
-    def hold(self, dtype: torch.dtype) -> AbstractContextManager[HeldBase]:
+    def hold(self, dtype: torch.dtype, store: str = "resident") -> AbstractContextManager[HeldBase]:
         """Own the weights for the duration of the context: computing in `dtype`, restored exactly on every
         exit.
         """

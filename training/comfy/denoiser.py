@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..family import Family, family_of
 from ..layer import LayerSpec
+from ..memory.store import Store
 from ..model import Batch, Conditioning, HeldBase, Sampling
 from . import weights
 from .differentiable import differentiable
@@ -52,8 +53,8 @@ class ComfyDenoiser:
         return fingerprint(self.network.state_dict(), self.patcher.patches, self.sampling)
 
     @contextmanager
-    def hold(self, dtype: torch.dtype) -> Iterator[HeldBase]:
-        """Own the weights, with the MODEL's own patches applied; see `weights.held`.
+    def hold(self, dtype: torch.dtype, store: str = "resident") -> Iterator[HeldBase]:
+        """Own the weights, with the MODEL's own patches applied; see `weights.held` and `memory.store`.
 
         Everything ComfyUI has on the device is unloaded first.
         """
@@ -64,9 +65,8 @@ class ComfyDenoiser:
             for name, value in {**self.patcher.object_patches, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
-                base = stack.enter_context(
-                    weights.held(self.patcher, self.network, NETWORK, dtype, self.device)
-                )
+                kept = Store(store, self.family.blocks, dtype, self.device)
+                base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
                 stack.enter_context(differentiable(self.network))
                 yield base
             finally:

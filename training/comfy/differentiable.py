@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .weights import set_forward
+from ..forward import set_forward
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,16 @@ def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn
 
 def is_block(path: str, blocks: tuple[str, ...]) -> bool:
     """Say whether a module path is a block's own."""
+    return block_of(path, blocks) == path
 
-    def matches(glob: str) -> bool:
-        names, globs = path.split("."), glob.split(".")
-        return len(names) == len(globs) and all(map(fnmatchcase, names, globs))
 
-    return any(matches(glob) for glob in blocks)
+def block_of(path: str, blocks: tuple[str, ...]) -> str | None:
+    """Return the path of the block that a module belongs to, or None."""
+    names = path.split(".")
+    for glob in (blocks_glob.split(".") for blocks_glob in blocks):
+        if len(names) >= len(glob) and all(map(fnmatchcase, names, glob)):
+            return ".".join(names[: len(glob)])
+    return None
 
 
 def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,154 @@
+"""Weights that are kept elsewhere or in fewer bits give the same training, or one within a stated error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graft.tests.adapters.cases import adapter_config, train_config
+from graft.tests.memory.helpers import step_gradients
+from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.training.layer import LayerSpec
+from graft.training.memory.offload import Ring, inputs_on_host
+from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
+from graft.training.memory.store import STORES, Store, bytes_of
+
+CPU = torch.device("cpu")
+ERRORS = {"fp8": 0.03, "int8": 0.012, "nf4": 0.10}
+"""As stated in quantize.py."""
+BITS = {"fp8": 8.2, "int8": 8.2, "nf4": 4.2}
+
+
+def weight(out=128, width=256):
+    return torch.randn(out, width, generator=torch.Generator().manual_seed(0)) * 0.05
+
+
+def error(value, exact):
+    return ((value.float() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantising_stays_within_its_stated_error(name, dtype):
+    assert error(pack(weight(), name, dtype).weight(dtype), weight()) <= ERRORS[name]
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_row_of_zeros_stays_zero(name):
+    rows = weight().index_fill(0, torch.tensor([3]), 0.0)
+    assert pack(rows, name, torch.bfloat16).weight(torch.bfloat16)[3].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_packed_weight_takes_the_bytes_it_promises(name):
+    assert pack(weight(), name, torch.bfloat16).nbytes * 8 <= BITS[name] * weight().numel()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_those_of_the_dequantised_base(name):
+    """The layer computes with the rounded weight in both directions."""
+    store = Store(name, ("blocks.*",), torch.float32, CPU)
+    spec = LayerSpec("linear", (128, 256))
+    fetch = store.fetch_of("blocks.0.mlp", spec, plain(weight()))
+    assert torch.equal(fetch(torch.float32, CPU), fetch(torch.float32, CPU))
+    assert 0 < error(fetch(torch.float32, CPU), weight()) <= ERRORS[name]
+
+
+def test_only_large_linear_layers_of_blocks_are_rounded():
+    store = Store("int8", ("blocks.*",), torch.float32, CPU)
+    for path, out in (("embed", 128), ("blocks.0.small", SMALLEST // 256 - 1)):
+        fetch = store.fetch_of(path, LayerSpec("linear", (out, 256)), plain(weight(out)))
+        assert torch.equal(fetch(torch.float32, CPU), weight(out))
+
+
+def test_what_a_file_rounded_to_eight_bits_is_not_rounded_again():
+    small, scale = weight().to(torch.float8_e4m3fn), torch.tensor(2.0)
+    store = Store("int8", ("blocks.*",), torch.float32, CPU)
+    fetch = store.fetch_of("blocks.0.mlp", LayerSpec("linear", (128, 256)), scaled(small, scale))
+    assert torch.equal(fetch(torch.float32, CPU), small.float() * 2)
+
+
+@pytest.mark.parametrize("store", ["resident", "offload"])
+def test_stores_that_only_move_data_are_bit_equal(store):
+    denoiser, batch = TinyDenoiser(), TinyDataset().batch(2, seed=0, index=0)
+    config = train_config(adapter_config("lora", targets="all"))
+    hold = denoiser.hold
+    expected = step_gradients(denoiser, batch, config)
+    denoiser.hold = lambda dtype: hold(dtype, store)
+    value, gradients = step_gradients(denoiser, batch, config)
+    assert value == expected[0]
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected[1].items())
+
+
+def test_an_unknown_store_is_refused_by_name():
+    with pytest.raises(ValueError, match="base: 'fp7' is unknown; choose one of resident, fp8"):
+        Store("fp7", (), torch.float32, CPU)
+
+
+def test_offloaded_blocks_cost_two_of_them_on_the_device():
+    specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64)) for i in range(10)}
+    specs["embed"] = LayerSpec("linear", (64, 64))
+    sizes = {store: bytes_of(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
+    assert sizes["resident"] == 11 * 8192 and sizes["offload"] == 3 * 8192 and sizes["int8"] == 6 * 8192
+
+
+class Logging:
+    """A copier that copies nothing and remembers in which order it was asked."""
+
+    def __init__(self):
+        self.log = []
+
+    def begin(self, host):
+        self.log.append(("begin", int(host[0])))
+        return host
+
+    def finish(self, ticket):
+        self.log.append(("finish", int(ticket[0])))
+        return ticket
+
+
+def ring(count, ahead):
+    made = Ring(Logging(), ahead * 8)
+    for index in range(count):
+        made.add(index, torch.tensor([index]))
+    return made
+
+
+def test_a_ring_learns_the_order_of_a_step_and_copies_ahead():
+    made, step = ring(5, ahead=2), [0, 1, 2, 3, 4, 3, 2, 1, 0]  # forward, then backward
+    for key in step * 2:
+        made.fetch(key)
+    made.copier.log.clear()
+    for key in step:
+        assert key in made.on_the_way
+        assert int(made.fetch(key)[0]) == key
+    assert sum(what == "begin" for what, _ in made.copier.log) == len(step)  # nothing is copied twice
+
+
+def test_a_ring_never_holds_more_than_it_may():
+    made = ring(6, ahead=2)
+    for key in [0, 1, 2, 3, 4, 5] * 3:
+        made.fetch(key)
+        assert len(made.on_the_way) <= 2
+
+
+def test_a_ring_asked_in_another_order_gives_what_was_asked_for():
+    made = ring(6, ahead=3)
+    for key in [0, 1, 2, 3, 4, 5, 0, 1, 5, 3, 3, 0, 2, 4]:
+        assert int(made.fetch(key)[0]) == key
+
+
+def test_inputs_that_are_in_host_memory_stay_where_they_are():
+    x = torch.randn(1 << 19, requires_grad=True) * 1
+    with inputs_on_host((x,)):
+        y = x * x
+    assert y.grad_fn._saved_self.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_training_on_a_rounded_base_is_near_training_on_the_base():
+    config = train_config(adapter_config("lora", targets="all"))
+    batch = TinyDataset().batch(2, seed=0, index=0)
+    exact, denoiser = step_gradients(TinyDenoiser(), batch, config)[0], TinyDenoiser()
+    hold = denoiser.hold
+    denoiser.hold = lambda dtype: hold(dtype, "nf4")
+    assert step_gradients(denoiser, batch, config)[0] == pytest.approx(exact, rel=0.1)
