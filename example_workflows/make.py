@@ -16,8 +16,20 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 GAP, TITLE, HEADER, MARGIN = 40, 30, 50, 20
-WIDTHS = {"CLIPTextEncode": 320, "GraftTrainSteps": 420, "SaveImage": 420, "PreviewImage": 420, "VAEDecode": 200}
-TALLER = {"CLIPTextEncode": 40, "GraftTrainSteps": 300, "SaveImage": 400, "PreviewImage": 400, "GraftSaveLora": 40}
+WIDTHS = {
+    "CLIPTextEncode": 320,
+    "GraftTrainSteps": 420,
+    "SaveImage": 420,
+    "PreviewImage": 420,
+    "VAEDecode": 200,
+}
+TALLER = {
+    "CLIPTextEncode": 40,
+    "GraftTrainSteps": 300,
+    "SaveImage": 400,
+    "PreviewImage": 400,
+    "GraftSaveLora": 40,
+}
 """Room for what a node shows while it runs: text, chart, pictures."""
 COLOURS = ("#3f789e", "#8A8", "#b58b2a", "#a1309b", "#88A")
 
@@ -32,13 +44,14 @@ class Layout:
 FIRST_LORA = """\
 ## Your first LoRA
 
-Press **Run**. A small LoRA is trained on the pictures that come with Graft, on any computer, in a few minutes; \
+Press **Run**. A small LoRA is trained on the pictures that come with Graft, on any computer, in a few
+minutes; \
 then four pictures are drawn with it.
 
 ## With your own pictures
 
-1. Put 10 to 30 of them into a folder inside ComfyUI's `input` folder, and beside each a text file of the same name \
-that says what can be seen: `cat.png`, `cat.txt`.
+1. Put 10 to 30 of them into a folder inside ComfyUI's `input` folder, and beside each a text file of the \
+same name that says what can be seen: `cat.png`, `cat.txt`.
 2. **Load Dataset**: choose the folder; resolution 1024 for SDXL, SD3.5 and Flux; think up a trigger word.
 3. **Load Base Model**: choose your model.
 4. **Train Steps**: 1000 steps at learning rate 0.0001 and batch size 1 are a fair start.
@@ -87,7 +100,7 @@ def editor_form(name: str, prompt: dict[str, Any], layout: Layout, schemas: dict
         "links": links,
         "groups": groups,
         "config": {},
-        "extra": {},
+        "extra": {"ds": {"scale": 0.72, "offset": [130, 200]}},
         "version": 0.4,
     }
 
@@ -134,14 +147,19 @@ def _node(number: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[st
 
 
 def _inputs(schema: dict[str, Any]) -> list[tuple[str, list[Any], bool]]:
-    return [(n, s, kind == "optional") for kind in ("required", "optional") for n, s in schema["input"].get(kind, {}).items()]
+    return [
+        (n, s, kind == "optional")
+        for kind in ("required", "optional")
+        for n, s in schema["input"].get(kind, {}).items()
+    ]
 
 
 def _place(nodes: dict[int, dict[str, Any]], layout: Layout) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Put the nodes in columns, frame the groups, and return the groups and the note, which stands first."""
     width, x, groups = 440, 0, []
     note = {
-        "id": max(nodes) + 1, "type": "MarkdownNote", "pos": [x, HEADER + TITLE], "size": [width, 640], "flags": {},
+        "id": max(nodes) + 1, "type": "MarkdownNote", "pos": [x, HEADER + TITLE], "size": [width, 520],
+        "flags": {},
         "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": "Read me", "properties": {},
         "widgets_values": [layout.note], "color": "#432", "bgcolor": "#653",
     }  # fmt: skip
@@ -177,7 +195,9 @@ def _in_order(nodes: dict[int, dict[str, Any]], links: list[list[Any]]) -> list[
 
 
 def main(address: str) -> None:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{address}/object_info") as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        f"{address}/object_info"
+    ) as answer:
         schemas = json.load(answer)
     for name, layout in LAYOUTS.items():
         prompt = json.loads((HERE / "api" / f"{name}.json").read_text(encoding="utf-8"))
@@ -190,7 +210,9 @@ def _lines(workflow: dict[str, Any]) -> str:
     entries = []
     for key, value in workflow.items():
         rows = [json.dumps(row, ensure_ascii=False) for row in value] if isinstance(value, list) else []
-        entries.append(f"{json.dumps(key)}: " + ("[\n  " + ",\n  ".join(rows) + "\n]" if rows else json.dumps(value)))
+        entries.append(
+            f"{json.dumps(key)}: " + ("[\n  " + ",\n  ".join(rows) + "\n]" if rows else json.dumps(value))
+        )
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 

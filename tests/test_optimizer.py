@@ -259,6 +259,10 @@ class Overflowing(TinyDenoiser):
 
     limit = 0.0
 
+    def __init__(self):
+        super().__init__()
+        self.module.half().float()  # weights that fp16 can hold, so that only the scale differs
+
     def denoise(self, x_t, sigma, batch):
         output = super().denoise(x_t, sigma, batch)
         if output.requires_grad:
@@ -279,7 +283,7 @@ def test_loss_scaling_changes_nothing_but_the_scale():
     scaled = fp16(torch.inf, 3)
     assert scaled.loss_scale.value == 65536 and scaled.loss_scale.clean == 3
     plain = TrainConfig(2, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-3))
-    unscaled = train(steps=3, config=plain)
+    unscaled = train(steps=3, config=plain, denoiser=Overflowing())
     assert scaled.losses == pytest.approx(unscaled.losses, rel=1e-6)
     assert all(torch.allclose(scaled.weights[n], unscaled.weights[n], atol=1e-7) for n in scaled.weights)
 

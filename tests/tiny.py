@@ -1,4 +1,6 @@
-"""A denoiser of 20k parameters with every layer kind, and a dataset to overfit: the engine's protocols in full."""
+"""A denoiser of 20k parameters with every layer kind, and a dataset to overfit: the engine's protocols in
+full.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class Network(nn.Module):
 
 
 class TinyDenoiser:
-    """A frozen Network behind the Denoiser protocol. `overwrite` simulates one weight buffer shared by all layers."""
+    """A frozen Network behind the Denoiser protocol. `overwrite` simulates one weight buffer shared by all
+    layers.
+    """
 
     family, sampling, device = FAMILY, Flow(), torch.device("cpu")
 

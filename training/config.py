@@ -97,7 +97,8 @@ class AdapterConfig:
         for ratio in (self.lora_plus_ratio, *(ratio for _, ratio in self.lrs)):
             _require(
                 math.isfinite(ratio) and ratio > 0,
-                f"a learning-rate ratio must be above 0, got {ratio}; 1 changes nothing, and 'exclude' leaves layers out.",
+                f"a learning-rate ratio must be above 0, got {ratio}; 1 changes nothing, and 'exclude' "
+                f"leaves layers out.",
             )
         _require(
             self.init in ("default", "gaussian", "pissa"),

@@ -177,10 +177,11 @@ def read_lora(path: Path) -> LoraFile:
     return LoraFile(path.name, layers, other, metadata)
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, *, finite: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file.
 
-    Raises ValueError when it is missing, of another format, damaged, or holds a value that is no number.
+    Raises ValueError when it is missing, of another format, damaged, or (with `finite`) holds a value that is
+    no number.
     """
     try:
         size = path.stat().st_size
@@ -205,7 +206,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             metadata = dict(opened.metadata() or {})
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{path.name}: the file is damaged ({error}).") from error
-    for key, tensor in tensors.items():
+    for key, tensor in tensors.items() if finite else ():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise ValueError(
                 f"{path.name}: {key}: holds values that are no numbers; the training of it went wrong."

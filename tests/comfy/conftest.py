@@ -27,8 +27,8 @@ def bootstrap() -> None:
 
     ComfyUI reads its command line when `comfy.cli_args` is imported, and then only if asked to.
     """
-    for folder in ("models", "input", "output"):
-        (BASE / folder).mkdir()
+    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
+        (BASE / folder).mkdir(parents=True)
     install_graft(BASE / "custom_nodes" / "graft")
     sys.path.insert(
         0, str(COMFYUI)
@@ -75,13 +75,17 @@ def graft_nodes():
     import nodes
 
     for extra in ("nodes_sd3.py", "nodes_flux.py", "nodes_model_advanced.py"):
-        asyncio.run(nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras"))
+        asyncio.run(
+            nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")
+        )
     asyncio.run(_load_graft(nodes.NODE_CLASS_MAPPINGS))
     return nodes.NODE_CLASS_MAPPINGS
 
 
 async def _load_graft(table):
-    """Load Graft as ComfyUI does, but as the modules that tests import, so that they can replace parts of it."""
+    """Load Graft as ComfyUI does, but as the modules that tests import, so that they can replace parts of
+    it.
+    """
     for node in await (await graft.comfy_entrypoint()).get_node_list():
         node.RELATIVE_PYTHON_MODULE = "custom_nodes.graft"
         table[node.GET_SCHEMA().node_id] = node

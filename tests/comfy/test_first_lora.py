@@ -1,4 +1,6 @@
-"""The shipped workflow, in ComfyUI's own executor: run again, run longer, run shorter, cancelled, finished early."""
+"""The shipped workflow, in ComfyUI's own executor: run again, run longer, run shorter, cancelled, finished
+early.
+"""
 
 from __future__ import annotations
 

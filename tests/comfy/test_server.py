@@ -1,4 +1,6 @@
-"""A real server: started, killed in mid-training, started again; Finish; /free; what importing Graft costs."""
+"""A real server: started, killed in mid-training, started again; Finish; /free; what importing Graft
+costs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def folder(tmp_path_factory):
 
 
 def on_progress(action, *, node="5", after=1):
-    """Return an on_event that does `action` once, in its own thread, when Train Steps has done `after` steps."""
+    """Return an on_event that does `action` once, in its own thread, when Train Steps has done `after`
+    steps.
+    """
     done = []
 
     def on_event(kind, data):

@@ -1,4 +1,6 @@
-"""The laws on ComfyUI's own SD3 class: what is trained is what the stock loader renders, and the base is left alone."""
+"""The laws on ComfyUI's own SD3 class: what is trained is what the stock loader renders, and the base is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def predict(patcher, state=None):
 
 
 def sampled(patcher):
-    """What ComfyUI's own sampling path computes: loaded by its memory management, called in inference mode."""
+    """What ComfyUI's own sampling path computes: loaded by its memory management, called in inference
+    mode.
+    """
     with torch.inference_mode():
         comfy.model_management.load_models_gpu([patcher], force_full_load=True)
         denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)

@@ -1,4 +1,6 @@
-"""Every shipped workflow: its editor form and its API form are the same graph, and fit the nodes as they are."""
+"""Every shipped workflow: its editor form and its API form are the same graph, and fit the nodes as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ FOLDER = Path(graft.__file__).parent / "example_workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 WIDGETS = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN"}
 NOTES = {"Note", "MarkdownNote"}
-FILES = {"model", "text_encoder_1", "text_encoder_2", "text_encoder_3", "vae", "folder", "lora_name", "ckpt_name"}
+FILES = {
+    "model",
+    "text_encoder_1",
+    "text_encoder_2",
+    "text_encoder_3",
+    "vae",
+    "folder",
+    "lora_name",
+    "ckpt_name",
+}
 """Combos over the reader's own files."""
 
 

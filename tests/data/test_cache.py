@@ -2,7 +2,10 @@
 
 import logging
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +146,29 @@ def test_a_killed_run_continues_where_it_was(folder, tmp_path):
 
     with pytest.raises(SystemExit):
         encode(scan(folder, SMALL), Killed(), tmp_path / "cache")
+    encoder = FakeEncoder()
+    encode(scan(folder, SMALL), encoder, tmp_path / "cache")
+    assert encoder.calls == (2, 3)
+
+
+KILLED = """
+import os, runpy, sys
+runpy.run_path(sys.argv[1])["import_checkout_as_graft"]()
+from graft.tests.data.helpers import SMALL, FakeEncoder
+from graft.training.data import encode, scan
+
+class Killed(FakeEncoder):
+    def encode_image(self, pixels):
+        return os._exit(9) if len(self.images) == 2 else super().encode_image(pixels)
+
+encode(scan(sys.argv[2], SMALL), Killed(), sys.argv[3])
+"""
+
+
+def test_a_process_that_was_killed_leaves_whole_entries_only(folder, tmp_path):
+    conftest = Path(__file__).parents[1] / "conftest.py"
+    command = [sys.executable, "-c", KILLED, str(conftest), str(folder), str(tmp_path / "cache")]
+    assert subprocess.run(command, timeout=120).returncode == 9
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")
     assert encoder.calls == (2, 3)

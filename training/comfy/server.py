@@ -9,7 +9,9 @@ from .versions import running_server
 
 
 def add_routes() -> None:
-    """Add POST /graft/finish/{run} where a server is running: end that run after its current step, keeping its LoRA."""
+    """Add POST /graft/finish/{run} where a server is running: end that run after its current step, keeping
+    its LoRA.
+    """
     server = running_server()
     if server is not None:
         server.routes.post("/graft/finish/{run}")(finish)
