@@ -1,0 +1,169 @@
+"""The demo's two pictures, drawn with Pillow alone: a labelled grid of samples and the course of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+Colour = tuple[int, int, int]
+
+PAPER: Colour = (255, 255, 255)
+INK: Colour = (28, 30, 36)
+GREY: Colour = (120, 124, 134)
+RULE: Colour = (226, 228, 233)
+FAINT: Colour = (176, 202, 238)
+STRONG: Colour = (24, 95, 196)
+
+MARGIN, GUTTER, LABEL_WIDTH, PICTURE_HEIGHT = 28, 10, 168, 176
+
+
+@dataclass(frozen=True)
+class Column:
+    """One prompt: what is written above it, and its pictures from the top row to the bottom one."""
+
+    title: str
+    note: str
+    images: Sequence[Image.Image]
+
+
+def sample_grid(columns: Sequence[Column], rows: Sequence[str], *, title: str, subtitle: str) -> Image.Image:
+    """Draw prompts from left to right and models from top to bottom; `rows` names the models.
+
+    Pictures are brought to one height, since they are looked at side by side; wider ones make a wider column.
+    """
+    height = PICTURE_HEIGHT
+    cells = [[_to_height(image, height) for image in column.images] for column in columns]
+    widths = [max(image.width for image in column) for column in cells]
+    heads = [_wrap(column.title, font(17), width, lines=3) for column, width in zip(columns, widths)]
+    head_height = 21 * max(len(head) for head in heads) + 30
+    top = MARGIN + 34 + 24 + 18 + head_height
+    page_width = 2 * MARGIN + LABEL_WIDTH + sum(widths) + GUTTER * (len(columns) - 1)
+    page_height = top + len(rows) * (height + GUTTER) - GUTTER + MARGIN
+    page = Image.new("RGB", (page_width, page_height), PAPER)
+    draw = ImageDraw.Draw(page)
+    draw.text((MARGIN, MARGIN), title, INK, font(28))
+    draw.text((MARGIN, MARGIN + 38), subtitle, GREY, font(16))
+    for number, label in enumerate(rows):
+        name, _, note = label.partition("\n")
+        y = top + number * (height + GUTTER) + height // 2
+        draw.text((MARGIN, y - 11), name, INK, font(20), anchor="lm")
+        draw.text((MARGIN, y + 13), note, GREY, font(15), anchor="lm")
+    x = MARGIN + LABEL_WIDTH
+    for column, head, images, width in zip(columns, heads, cells, widths):
+        draw.text((x + width / 2, top - 30), column.note, GREY, font(13), anchor="ma")
+        for line, text in enumerate(reversed(head)):
+            draw.text((x + width / 2, top - 52 - 21 * line), text, INK, font(17), anchor="ma")
+        for number, image in enumerate(images):
+            y = top + number * (height + GUTTER)
+            page.paste(image, (x + (width - image.width) // 2, y))
+            draw.rectangle((x - 1, y - 1, x + width, y + height), outline=RULE)
+        x += width + GUTTER
+    return page
+
+
+def loss_plot(losses: Sequence[float], *, title: str, subtitle: str) -> Image.Image:
+    """Draw the loss of every step, and its mean over about a tenth of the run, which is what to look at."""
+    scale, size, left, top, right, bottom = 2, (960, 520), 78, 104, 28, 58
+    page = Image.new("RGB", (size[0] * scale, size[1] * scale), PAPER)
+    draw = ImageDraw.Draw(page)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return x * scale, y * scale
+
+    window = max(1, len(losses) // 10)
+    smooth = smoothed(losses, window)
+    low, high, step = axis(min(losses), _percentile(losses, 0.995))
+
+    def place(index: int, value: float) -> tuple[float, float]:
+        across = index / max(1, len(losses) - 1)
+        up = (min(value, high) - low) / (high - low)
+        return at(left + across * (size[0] - left - right), size[1] - bottom - up * (size[1] - top - bottom))
+
+    draw.text(at(left, 26), title, INK, font(24 * scale))
+    draw.text(at(left, 60), subtitle, GREY, font(15 * scale))
+    for tick in range(round((high - low) / step) + 1):
+        value = low + tick * step
+        (x0, y), (x1, _) = place(0, value), place(max(1, len(losses) - 1), value)
+        draw.line((x0, y, x1, y), RULE, scale)
+        draw.text((x0 - 10 * scale, y), f"{value:.{_digits(step)}f}", GREY, font(14 * scale), anchor="rm")
+    for number in _step_ticks(len(losses)):
+        x, y = place(number - 1, low)
+        draw.text((x, y + 10 * scale), str(number), GREY, font(14 * scale), anchor="ma")
+    draw.text(at(size[0] - right, size[1] - 14), "step", GREY, font(14 * scale), anchor="rb")
+    if len(losses) > 1:
+        draw.line([place(i, v) for i, v in enumerate(losses)], FAINT, scale, joint="curve")
+        draw.line([place(i, v) for i, v in enumerate(smooth)], STRONG, 3 * scale, joint="curve")
+    x = size[0] - right
+    for colour, text in ((STRONG, f"mean of {window} steps"), (FAINT, "every step")):
+        draw.text(at(x, 36), text, INK, font(14 * scale), anchor="rm")
+        x -= draw.textlength(text, font(14 * scale)) / scale + 12
+        draw.line((*at(x - 22, 36), *at(x, 36)), colour, 3 * scale)
+        x -= 44
+    return page.resize(size, Image.Resampling.LANCZOS)
+
+
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Return Pillow's own font, the same on every machine."""
+    return ImageFont.load_default(size)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Return the exponential mean over about `window` values, without the lag of a start from zero."""
+    keep, total, weight, means = 1 - 1 / window, 0.0, 0.0, []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def axis(low: float, high: float) -> tuple[float, float, float]:
+    """Return round ends that hold `low` and `high`, and a round step between 4 and 8 to the axis."""
+    span = max(high - low, 1e-6 * max(1.0, abs(high)))
+    power = 10.0 ** math.floor(math.log10(span))
+    step = next(power * factor for factor in (0.1, 0.2, 0.5, 1.0, 2.0) if span / (power * factor) <= 7)
+    bottom, top = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return bottom * step, max(top, bottom + 1) * step, step
+
+
+def _digits(step: float) -> int:
+    return max(0, -math.floor(math.log10(step) + 1e-9))
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def _step_ticks(count: int) -> list[int]:
+    _, _, step = axis(0, count)
+    return [1, *range(round(step), count + 1, max(1, round(step)))] if step >= 1 else [1, count]
+
+
+def _to_height(image: Image.Image, height: int) -> Image.Image:
+    size = (max(1, round(image.width * height / image.height)), height)
+    return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+
+
+def _wrap(
+    text: str, used: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int, *, lines: int
+) -> list[str]:
+    """Break text into at most `lines` lines of `width` pixels, the last ending in ... where something is
+    left out.
+    """
+    broken: list[str] = []
+    for word in text.split() or [""]:
+        if broken and used.getlength(f"{broken[-1]} {word}") <= width:
+            broken[-1] += f" {word}"
+        else:
+            broken.append(word)
+    if len(broken) > lines:
+        broken = [*broken[: lines - 1], broken[lines - 1] + " ..."]
+    return [_shorten(line, used, width) for line in broken]
+
+
+def _shorten(line: str, used: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
+    while len(line) > 4 and used.getlength(line) > width:
+        line = line.removesuffix("...").rstrip()[:-1] + "..."
+    return line
