@@ -1,0 +1,46 @@
+"""One server and one browser for all tests here. Screenshots go to $GRAFT_ARTEFACTS, else to pytest's own
+folder.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from graft.demo.runtime import find_comfyui, server
+from graft.tests.browser.chromium import chromium
+from graft.tests.browser.editor import Editor
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory):
+    """A ComfyUI with Graft, and four captioned squares in input/tiny."""
+    base = tmp_path_factory.mktemp("browser-server")
+    folder = base / "input" / "tiny"
+    folder.mkdir(parents=True)
+    for colour in ("red", "green", "blue", "white"):
+        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
+        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    with server(find_comfyui(), base, cpu=True) as started:
+        started.request("/settings", {"Comfy.TutorialCompleted": True})  # no welcome dialog
+        yield started
+
+
+@pytest.fixture(scope="session")
+def editor(running, tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield Editor(page, running.address)
+
+
+@pytest.fixture(scope="session")
+def artefacts(tmp_path_factory):
+    folder = os.environ.get("GRAFT_ARTEFACTS")
+    return Path(folder) if folder else tmp_path_factory.mktemp("screenshots")
+
+
+@pytest.fixture(autouse=True)
+def screenshot(request, editor, artefacts):
+    """Keep what the page looked like at the end of every test."""
+    yield
+    editor.page.screenshot(artefacts / f"{request.node.name}.png")
