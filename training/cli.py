@@ -13,6 +13,11 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "demo": ("demo.run", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
+    "merge": ("training.tools.merge", "merge LoRAs into a checkpoint"),
+    "extract": ("training.tools.extract", "extract a LoRA from the difference of two models"),
+    "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),
+    "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
+    "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
 }
 """name -> (module inside graft, what it does)."""
 

@@ -1,0 +1,108 @@
+"""Inspect a LoRA: method, ranks, alphas, size, how much it changes in each block, and what its metadata
+says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..lora_file import LoraFile, read_lora
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to know about a LoRA file without its base."""
+
+    name: str
+    algorithms: dict[str, int]
+    """Method -> number of layers."""
+    ranks: dict[str, int]
+    """Rank ("full" where there is none) -> number of layers."""
+    scales: dict[str, int]
+    """alpha / rank -> number of layers."""
+    dtypes: dict[str, int]
+    layers: int
+    parameters: int
+    norms: dict[str, float]
+    """Block -> Frobenius norm of everything that the LoRA adds to it at strength 1, as trained."""
+    other: list[str]
+    """Keys that belong to no method that Graft trains."""
+    base: str
+    """What the metadata says the LoRA is for."""
+    metadata: dict[str, str]
+
+
+def inspect(file: LoraFile) -> Report:
+    """Return a report on a LoRA file."""
+    layers = file.layers.values()
+    squares: defaultdict[str, float] = defaultdict(float)
+    for name, layer in file.layers.items():
+        squares[block_of(name)] += float(layer.product().square().sum())
+    tensors = [tensor for layer in layers for suffix, tensor in layer.tensors.items() if suffix != "alpha"]
+    named = (
+        file.metadata.get(key) for key in ("ss_base_model_version", "modelspec.architecture", "graft_base")
+    )
+    return Report(
+        name=file.name,
+        algorithms=dict(Counter(layer.algorithm for layer in layers)),
+        ranks=dict(Counter(str(layer.rank or "full") for layer in layers)),
+        scales=dict(Counter(f"{layer.scale:.4g}" for layer in layers)),
+        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
+        layers=len(file.layers),
+        parameters=sum(tensor.numel() for tensor in tensors),
+        norms={block: total**0.5 for block, total in squares.items()},
+        other=sorted(file.other),
+        base=", ".join(value for value in named if value) or "not said",
+        metadata=dict(file.metadata),
+    )
+
+
+def block_of(name: str) -> str:
+    """Return the part of a layer's name up to its first number: its block, whatever the layout."""
+    found = re.match(r".*?[._]\d+", name)
+    return found[0] if found else name
+
+
+def text(report: Report) -> str:
+    """Return a report for people to read."""
+
+    def counts(values: dict[str, int]) -> str:
+        return ", ".join(f"{value} ({count})" for value, count in sorted(values.items(), key=lambda v: -v[1]))
+
+    lines = [
+        report.name,
+        f"  method   {counts(report.algorithms)}",
+        f"  rank     {counts(report.ranks)}",
+        f"  strength {counts(report.scales)} (alpha / rank)",
+        f"  type     {counts(report.dtypes)}",
+        f"  size     {report.layers} layers, {report.parameters / 1e6:.2f} M parameters",
+        f"  base     {report.base}",
+        "  norm of the difference, block by block",
+        *(f"    {norm:10.4f}  {block}" for block, norm in report.norms.items()),
+    ]
+    if report.other:
+        lines += ["  not part of any method that Graft trains", *(f"    {key}" for key in report.other)]
+    if report.metadata:
+        lines += [
+            "  metadata",
+            *(f"    {key}: {_short(value)}" for key, value in sorted(report.metadata.items())),
+        ]
+    return "\n".join(lines)
+
+
+def _short(value: str, width: int = 100) -> str:
+    return value if len(value) <= width else f"{value[:width]}... ({len(value)} characters)"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("lora", type=Path)
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def run(args: argparse.Namespace) -> None:
+    report = inspect(read_lora(args.lora))
+    print(json.dumps(asdict(report), indent=1) if args.json else text(report))

@@ -1,0 +1,52 @@
+"""The best approximation of a matrix by one of lower rank: its largest singular values (Eckart and Young
+1936)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def best_factors(
+    matrix: Tensor, *, rank: int | None = None, energy: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (up, down) with up @ down the best approximation of `matrix`, the singular values split evenly.
+
+    `rank` is the largest rank, `energy` the share (0 to 1) of the squared singular values to keep; at least
+    one of them. The rank is never 0.
+    """
+    u, s, v = torch.linalg.svd(matrix.float(), full_matrices=False)
+    return _split(u, s, v, _kept(s, rank, energy))
+
+
+def best_of_product(
+    up: Tensor, down: Tensor, *, rank: int | None = None, energy: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `best_factors(up @ down)`, at the cost of the factors' own rank: the product is never formed."""
+    q_up, r_up = torch.linalg.qr(up.float())
+    q_down, r_down = torch.linalg.qr(down.float().T)
+    u, s, v = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
+    return _split(q_up @ u, s, v @ q_down.T, _kept(s, rank, energy))
+
+
+def check_size(rank: int | None, energy: float | None) -> None:
+    """Raise ValueError unless a rank of at least 1, or an energy above 0 and up to 1, is given."""
+    if rank is None and energy is None:
+        raise ValueError("give a rank, or the share of the energy to keep, such as 0.95.")
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}.")
+    if energy is not None and not 0 < energy <= 1:
+        raise ValueError(f"energy must be above 0 and at most 1, got {energy}; 0.95 keeps most of it.")
+
+
+def _kept(s: Tensor, rank: int | None, energy: float | None) -> int:
+    kept = len(s)
+    if energy is not None:
+        shares = s.double().square().cumsum(0) / s.double().square().sum().clamp_min(1e-300)
+        kept = int((shares < energy - 1e-12).sum()) + 1
+    return max(1, min(kept, rank or kept, len(s)))
+
+
+def _split(u: Tensor, s: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    root = s[:rank].sqrt()
+    return (u[:, :rank] * root).contiguous(), (root[:, None] * v[:rank]).contiguous()
