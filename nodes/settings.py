@@ -18,6 +18,7 @@ from ..training.config import (
 )
 from ..training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
 from ..training.memory.checkpointing import MODES
+from ..training.memory.store import STORES
 from ..training.objective import SIGMAS
 from ..training.optimizer import OPTIMIZERS
 from ..training.schedule import SCHEDULES
@@ -411,15 +412,15 @@ class ObjectiveSettings(io.ComfyNode):
 
 
 class MemorySettings(io.ComfyNode):
-    """Precision, and what is kept or recomputed."""
+    """Precision, what is kept or recomputed, and where the frozen weights are."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftMemorySettings",
             display_name="Memory Settings",
-            description="Number format of the forward pass, and gradient checkpointing.",
-            search_aliases=["graft", "vram", "bf16", "checkpointing"],
+            description="Number format of the forward pass, checkpointing, and where the base is kept.",
+            search_aliases=["graft", "vram", "bf16", "checkpointing", "offload", "block swap", "nf4", "fp8"],
             inputs=[
                 io.Combo.Input(
                     "precision",
@@ -431,17 +432,32 @@ class MemorySettings(io.ComfyNode):
                     MemoryConfig,
                     "checkpointing",
                     "What is recomputed in the backward pass instead of kept: selective costs a little "
-                    "time, block a "
-                    "third more and far less memory.",
+                    "time, block a third more and far less memory, block-offload less still. auto takes "
+                    "the fastest that fits.",
                     options=["auto", *MODES],
+                ),
+                widget(
+                    MemoryConfig,
+                    "base",
+                    "Where the base's weights are while training: on the device (resident), in host memory "
+                    "(offload), or rounded to 8 bits (fp8, int8) or 4 (nf4). auto takes the fastest of "
+                    "resident and offload that fits; only rounding changes the result.",
+                    options=["auto", *STORES],
+                ),
+                widget(
+                    MemoryConfig,
+                    "budget_gb",
+                    "Memory of the device that training may take, in GiB. 0 is all that is free.",
+                    high=1024,
+                    step=0.5,
                 ),
             ],
             outputs=[Memory.Output("memory_settings")],
         )
 
     @classmethod
-    def execute(cls, precision: Any, checkpointing: str) -> io.NodeOutput:
-        return io.NodeOutput(MemoryConfig(dtype=precision, checkpointing=checkpointing))
+    def execute(cls, precision: Any, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(MemoryConfig(dtype=precision, **values))
 
 
 class ValidationSettings(io.ComfyNode):

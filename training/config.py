@@ -342,6 +342,25 @@ class MemoryConfig:
     """Precision of the forward pass; "auto" is bf16 where the device supports it, else fp16 (fp32 on the
     CPU)."""
     checkpointing: str = "auto"
+    """What of a forward pass is kept for the backward pass: "none", "selective", "block", "block-offload".
+    "auto" keeps as much as fits (`memory.plan`)."""
+    base: str = "auto"
+    """Where the frozen weights are: "resident", "offload", or in fewer bits as "fp8", "int8", "nf4". "auto"
+    keeps them on the device if they fit and in host memory if not; it never rounds them."""
+    budget_gb: float = 0.0
+    """Memory of the device that the run may take, in GiB; 0 is all that is free."""
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.budget_gb) and self.budget_gb >= 0,
+            f"the memory budget must be above 0 GiB, or 0 for all that is free; got {self.budget_gb}.",
+        )
+
+    def deciding(self) -> MemoryConfig:
+        """Return the settings that change what comes out of a run: how numbers are rounded, not where they
+        are."""
+        rounds = self.base not in ("resident", "offload")
+        return MemoryConfig(dtype=self.dtype, base=self.base if rounds else "auto")
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from . import objective
-from .adapters import attach, build_adapters, draws, initialise, named_parameters, needs_base, select
+from .adapters import build_adapters, draws, initialise, named_parameters, needs_base, select
 from .config import TrainConfig, ValidationConfig
 from .coverage import Coverage
-from .memory.checkpointing import checkpointed
+from .memory.placement import Placement
+from .memory.plan import candidates
 from .memory.precision import compute_dtype
 from .memory.usage import peak_bytes
 from .model import Batch, Dataset, Denoiser, Samples
@@ -104,39 +106,36 @@ def train(
     coverage = Coverage(work.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser.device)
-    with denoiser.hold(dtype) as base:
-        with (
-            attach(base.layers, work.adapters),
-            checkpointed(base.module, denoiser.family.blocks, config.memory.checkpointing),
-        ):
-            measure(denoiser, validation, work)  # the run may have been interrupted before it could
-            while work.step < clock.last and not is_over(config.validation, work.validations):
-                clock.step_begins()
-                step = work.step
-                lr = config.optimizer.lr * multiplier(config.schedule, step)
-                loss, norm, images = gradients(denoiser, dataset, config, work)
-                coverage.look(step)
-                work.optimize(lr, loss)
-                clock.step_ends()
-                validated = measure(denoiser, validation, work)
-                report = Progress(
-                    step=work.step,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=norm,
-                    seconds=clock.seconds,
-                    state=work.snapshot,
-                    total=clock.last,
-                    smoothed=sum(recent := work.losses[-SMOOTHED_OVER:]) / len(recent),
-                    epoch=epochs(dataset, config, work.step),
-                    images=images,
-                    validation=validated,
-                    best=validated is not None and best_step(work.validations) == work.step,
-                    time_left=clock.left(work.step),
-                    memory=peak_bytes(denoiser.device),
-                )
-                if on_step(report) == STOP:
-                    break
+    with Placement(denoiser, work.adapters, candidates(config.memory), dtype) as placement:
+        measure(denoiser, validation, work)  # the run may have been interrupted before it could
+        while work.step < clock.last and not is_over(config.validation, work.validations):
+            clock.step_begins()
+            step = work.step
+            lr = config.optimizer.lr * multiplier(config.schedule, step)
+            compute = partial(gradients, denoiser, dataset, config, work)
+            loss, norm, images = placement.retrying(compute, work.parameters)
+            coverage.look(step)
+            work.optimize(lr, loss)
+            clock.step_ends()
+            validated = measure(denoiser, validation, work)
+            report = Progress(
+                step=work.step,
+                loss=loss,
+                lr=lr,
+                grad_norm=norm,
+                seconds=clock.seconds,
+                state=work.snapshot,
+                total=clock.last,
+                smoothed=sum(recent := work.losses[-SMOOTHED_OVER:]) / len(recent),
+                epoch=epochs(dataset, config, work.step),
+                images=images,
+                validation=validated,
+                best=validated is not None and best_step(work.validations) == work.step,
+                time_left=clock.left(work.step),
+                memory=peak_bytes(denoiser.device),
+            )
+            if on_step(report) == STOP:
+                break
     return work.snapshot()
 
 

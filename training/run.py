@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -77,6 +77,7 @@ def run_key(
 ) -> str:
     """Return 16 hex digits: equal keys mean that one run passes through the states of the other."""
     held_out = [validation.fingerprint] if validation is not None else []
+    config = replace(config, memory=config.memory.deciding())
     return digest(config, dataset.fingerprint, denoiser.fingerprint, start.digest if start else "", *held_out)
 
 

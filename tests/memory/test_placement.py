@@ -1,0 +1,111 @@
+"""A run whose memory runs out goes on by the next plan and ends as it would have with more memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graft.tests.adapters.cases import adapter_config, train_config
+from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.training.config import MemoryConfig, TrainConfig
+from graft.training.loop import initial_state, train
+from graft.training.memory.checkpointing import MODES
+from graft.training.memory.placement import is_out_of_memory
+from graft.training.memory.plan import candidates
+from graft.training.memory.store import STORES
+from graft.training.run import run_key
+
+
+def config(**memory):
+    return train_config(adapter_config("lora", targets="all"), memory=MemoryConfig(**memory))
+
+
+def trained(memory, denoiser=None, steps=3, **options):
+    found = train(denoiser or TinyDenoiser(), TinyDataset(), config(**memory), None, steps=steps, **options)
+    return {**found.weights, "losses": torch.tensor(found.losses)}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Small(TinyDenoiser):
+    """Has no room for what `fails(base, calls)` says."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails, self.calls, self.stores = fails, 0, []
+
+    def hold(self, dtype, store="resident"):
+        if self.fails(store, None):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.stores.append(store)
+        return super().hold(dtype, store)
+
+    def denoise(self, *args):
+        self.calls += 1
+        found = super().denoise(*args)
+        if self.fails(self.stores[-1], self.calls):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return found
+
+
+@pytest.mark.parametrize("base", ["resident", "offload"])
+@pytest.mark.parametrize("mode", MODES)
+def test_plans_that_only_move_data_end_in_the_same_state(base, mode):
+    assert same(trained({"base": base, "checkpointing": mode}), trained({}))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_step_that_ran_out_of_memory_is_computed_again(at, caplog):
+    denoiser = Small(lambda store, calls: calls == at)
+    assert same(trained({}, denoiser), trained({}))
+    assert denoiser.calls == 4 and "memory ran out with base resident, checkpointing none" in caplog.text
+
+
+def test_a_base_without_room_is_kept_in_host_memory():
+    denoiser = Small(lambda store, calls: store == "resident")
+    assert same(trained({}, denoiser), trained({}))
+    assert denoiser.stores == ["offload"]
+
+
+def test_without_another_plan_the_error_says_what_to_set_and_the_base_is_given_back():
+    denoiser = Small(lambda store, calls: calls is not None)
+    with pytest.raises(ValueError, match="memory ran out with base offload.*base to 'fp8' or 'nf4'"):
+        trained({"base": "offload"}, denoiser)
+    assert all("forward" not in vars(module) for module in denoiser.module.modules())
+
+
+def test_other_errors_pass():
+    def fails(store, calls):
+        if calls:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        trained({}, Small(fails))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_settings_are_kept_to():
+    assert [plan.base for plan in candidates(MemoryConfig(base="nf4"))] == ["nf4"] * len(MODES)
+    assert [str(plan) for plan in candidates(MemoryConfig(base="offload", checkpointing="block"))] == [
+        "base offload, checkpointing block"
+    ]
+    with pytest.raises(ValueError, match="base: 'fp7' is unknown; choose one of auto, resident, fp8"):
+        candidates(MemoryConfig(base="fp7"))
+    with pytest.raises(ValueError, match="checkpointing: 'all' is unknown; choose one of auto, none"):
+        candidates(MemoryConfig(checkpointing="all"))
+
+
+@pytest.mark.parametrize("base", STORES)
+def test_a_run_is_the_same_run_wherever_its_data_is(base):
+    def key(**memory):
+        return run_key(TinyDenoiser(), TinyDataset(), TrainConfig(memory=MemoryConfig(**memory)), None)
+
+    moves = base in ("resident", "offload")
+    assert (key(base=base, checkpointing="block", budget_gb=4.0) == key()) == moves
+
+
+def test_the_start_is_that_of_the_unrounded_base():
+    start, rounded = (initial_state(TinyDenoiser(), config(base=base)) for base in ("auto", "int8"))
+    assert same(start.weights, rounded.weights)

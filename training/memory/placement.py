@@ -1,0 +1,123 @@
+"""The base as a run holds it: by one plan of a list, and by the next one when memory runs out.
+
+A step that ran out of memory is computed again by the next plan. Plans of one list only move data or compute
+it twice, so the run ends in the state that a larger device would have given, bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ..adapters import Adapter, attach
+from ..model import Denoiser, HeldBase
+from .checkpointing import checkpointed
+from .plan import Plan
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
+"""What allocators say that have no exception of their own: the CPU's, and those of older devices."""
+
+
+class Placement:
+    """Holds the base and the adapters on it while it is entered."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        adapters: Mapping[str, Adapter],
+        plans: Sequence[Plan],
+        dtype: torch.dtype,
+    ) -> None:
+        self.denoiser = denoiser
+        self.adapters = adapters
+        self.plans = list(plans)
+        """What is left to try; the first one holds."""
+        self.dtype = dtype
+        self.base: HeldBase | None = None
+        self._held = ExitStack()
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
+    def __enter__(self) -> Placement:
+        while True:
+            try:
+                self._hold()
+                return self
+            except (RuntimeError, MemoryError) as error:
+                self._require_another(error)
+            self._drop_plan()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.base = None
+        self._held.__exit__(kind, error, trace)
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Give the base back to its owner for the duration of the context, as it was."""
+        self.__exit__(None, None, None)
+        yield
+        self.__enter__()
+
+    def retrying(self, compute: Callable[[], T], parameters: Mapping[str, nn.Parameter]) -> T:
+        """Return what `compute` does, by the next plan whenever memory runs out.
+
+        Gradients that an attempt left on `parameters` are dropped. Raises ValueError when there is no other
+        plan.
+        """
+        while True:
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                self._require_another(error)
+            # Outside the handler: what failed is not kept alive by its traceback.
+            for parameter in parameters.values():
+                parameter.grad = None
+            self.__exit__(None, None, None)
+            self._drop_plan()
+            self.__enter__()
+
+    def _hold(self) -> None:
+        with ExitStack() as held:
+            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base))
+            held.enter_context(attach(base.layers, self.adapters))
+            blocks = self.denoiser.family.blocks
+            held.enter_context(checkpointed(base.module, blocks, self.plan.checkpointing))
+            self.base, self._held = base, held.pop_all()
+
+    def _require_another(self, error: RuntimeError | MemoryError) -> None:
+        """Raise `error` if it is about something else, and ValueError if there is no plan left."""
+        if not is_out_of_memory(error):
+            raise error
+        if len(self.plans) == 1:
+            raise ValueError(
+                f"memory ran out with {self.plan}, which needs least of what the settings allow. In Memory "
+                "Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'; or train smaller "
+                "images, a smaller batch or a lower rank."
+            ) from error
+
+    def _drop_plan(self) -> None:
+        gc.collect()
+        failed = self.plans.pop(0)
+        log.warning("Graft: memory ran out with %s; going on with %s.", failed, self.plan)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an allocation failed, on whichever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
