@@ -13,6 +13,7 @@ opens, resizes and encodes the same images. In encode_ratio_vae_only the loop do
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import multiprocessing
@@ -68,6 +69,16 @@ COUNTS = (10_000, 100_000, 1_000_000)
 CAPTION = (
     "a photo of {}, soft light, shallow depth of field, with a long caption of the usual length, number {}"
 )
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no options."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    main(args.json)
+    return 0
 
 
 def main(as_json: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ of that name.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json as json_format
 import os
@@ -52,6 +53,16 @@ FAULTS = {
     "SIGTERM": ("kill", "sigterm_saves_the_step_and_ends_the_process"),
 }
 """What goes wrong -> the file under tests/ and the test in it that does it."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `graft bench faults`."""
+    parser.add_argument("--tries", type=int, default=TRIES, help="runs that are killed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 when every run survived everything."""
+    return main(args.json, tries=args.tries)
 
 
 def main(json: bool = False, *, tries: int = TRIES, steps: int = STEPS) -> int:
@@ -136,6 +147,8 @@ def run_faults() -> dict[str, str]:
         import pytest
     except ImportError:
         return dict.fromkeys(FAULTS, "not run: pytest is not installed (pip install -e .[test])")
+    if not (ROOT / "tests").is_dir():
+        return dict.fromkeys(FAULTS, "not run: the tests are in the source repository only")
 
     class Outcomes:
         def __init__(self) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),
     "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
     "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
+    "bench": ("benchmarks", "measure Graft on this machine: speed, memory, faults"),
 }
 """name -> (module inside graft, what it does)."""
 

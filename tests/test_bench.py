@@ -1,0 +1,33 @@
+"""`graft bench`: one row a benchmark, figures as text or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graft import benchmarks
+from graft.benchmarks import faults
+from graft.training.cli import main
+
+
+@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
+def test_every_row_has_a_module_and_describes_itself(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", name, "--help"])
+    assert ended.value.code == 0 and "--json" in capsys.readouterr().out
+    assert callable(benchmarks.implementation(name).run)
+
+
+def test_faults_prints_one_json_object_and_fails_when_a_run_did_not_survive(capsys, monkeypatch):
+    killed = {"tried": 1, "equal": 1, "per_optimizer": {}}
+    monkeypatch.setattr(faults, "kill_runs", lambda tries, steps: killed)
+    for outcome, code in (("ok", 0), ("assert 1 == 2", 1)):
+        monkeypatch.setattr(faults, "run_faults", lambda outcome=outcome: {"full disk": outcome})
+        assert main(["bench", "faults", "--json"]) == code
+        assert json.loads(capsys.readouterr().out) == {"kill9": killed, "faults": {"full disk": outcome}}
+
+
+def test_every_fault_is_a_test_that_exists():
+    for file, test in faults.FAULTS.values():
+        assert f"def test_{test}(" in (faults.ROOT / "tests" / f"test_{file}.py").read_text(encoding="utf-8")
