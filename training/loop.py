@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -62,6 +63,9 @@ class Progress:
     """Seconds, at the pace so far, whatever it is spent on."""
     memory: int = 0
     """Most bytes that were in use on the device; 0 where that is not counted."""
+    base_given_back: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context in which the base is its owner's again, as it was: to draw samples, say. Training goes on
+    afterwards as if it had not been entered."""
 
 
 OnStep = Callable[[Progress], str | None]
@@ -133,6 +137,7 @@ def train(
                 best=validated is not None and best_step(work.validations) == work.step,
                 time_left=clock.left(work.step),
                 memory=peak_bytes(denoiser.device),
+                base_given_back=placement.given_back,
             )
             if on_step(report) == STOP:
                 break

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +45,13 @@ MARGIN = 32 << 20
 """Bytes that a run leaves free on the disk for everything else."""
 
 DISK_CHECK_SECONDS = 5.0
+
+
+OnStart = Callable[[TrainState], None]
+
+
+def ignore_start(state: TrainState) -> None:
+    """Do nothing before the first step."""
 
 
 class DiskFull(OSError):
@@ -89,11 +96,15 @@ def execute(
     start: StateHandle | None,
     *,
     steps: int,
+    on_start: OnStart = ignore_start,
     on_step: OnStep = ignore,
     notes: Mapping[str, str] = MappingProxyType({}),
     validation: Samples | None = None,
 ) -> StateHandle:
     """Return the state `steps` after `start`, training only what no checkpoint of the run already holds.
+
+    `on_start` is given the state that training begins at, before the base is taken; a run that is finished
+    begins nowhere.
 
     Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
     returning STOP), the last whole step is on disk before this function is left.
@@ -117,6 +128,7 @@ def execute(
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
         watch = _Watch(run, on_step, RunLog(run.folder, state.step, tensorboard=run.tensorboard))
         try:
+            on_start(state)
             train(
                 denoiser,
                 dataset,
