@@ -113,7 +113,7 @@ class TrainSteps(io.ComfyNode):
                 io.LoraModel.Output("LORA_MODEL"),
                 io.LossMap.Output("LOSS_MAP"),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo],
             not_idempotent=False,
         )
 
@@ -155,7 +155,13 @@ class TrainSteps(io.ComfyNode):
         denoiser = ComfyDenoiser(model)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
         notes = {"ss_output_name": name, "graft_config": json.dumps(to_dict(config)), **_triggers(dataset)}
-        with session(folder.name, first=first, last=first + steps, node_id=cls.hidden.unique_id) as on_step:
+        with session(
+            paths.run_name(folder),
+            first=first,
+            last=first + steps,
+            node_id=cls.hidden.unique_id,
+            workflow=_workflow_id(cls.hidden.extra_pnginfo),
+        ) as on_step:
             handle = execute(
                 Run(folder, saving.config, saving.tensorboard),
                 denoiser,
@@ -174,6 +180,13 @@ class TrainSteps(io.ComfyNode):
             f"step {state.step}, loss {sum(state.losses[-20:]) / len(state.losses[-20:]):.4f}\n{folder.name}"
         )
         return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
+
+
+def _workflow_id(extra: Any) -> str | None:
+    """Return the id of the workflow that came with the prompt, whatever a client sent as one."""
+    workflow = extra.get("workflow") if isinstance(extra, dict) else None
+    found = workflow.get("id") if isinstance(workflow, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _triggers(dataset: Any) -> dict[str, str]:

@@ -38,6 +38,16 @@ def run_folder(name: str, key: str) -> Path:
     return _inside(graft_folder(), f"{name}-{key}", "run name", "")
 
 
+def run_name(folder: Path) -> str:
+    """Return what names a run in routes and events: its folder below output/graft, with '/' between parts."""
+    return folder.relative_to(graft_folder()).as_posix()
+
+
+def existing_run(run: str) -> Path:
+    """Return the folder of the run that `run_name` names. Raises ValueError for a name that leads out."""
+    return _inside(graft_folder(), run, "run", "")
+
+
 def state_folder(name: str) -> Path:
     """Return output/graft/states/<name>. Raises ValueError for a name that leaves that folder."""
     return _inside(graft_folder() / "states", name, "state name", "")

@@ -1,24 +1,166 @@
-"""Graft's routes on ComfyUI's server. They set one flag; they write no file and run no code."""
+"""Graft's routes on ComfyUI's server, for the chart on Train Steps.
+
+They read the logs and the samples of runs under output/graft, and one of them sets the Finish flag. They
+write no file, run no code, and answer 404 for whatever is not part of a run.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 from aiohttp import web
 
-from .session import request_finish
+from . import paths
+from .session import known_runs, request_finish
 from .versions import running_server
+
+CHUNK = 4 << 20
+"""Most bytes of a log that one answer is made of."""
+
+SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
+CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
 
 
 def add_routes() -> None:
-    """Add POST /graft/finish/{run} where a server is running: end that run after its current step, keeping
-    its LoRA.
-    """
+    """Add the routes where a server is running."""
     server = running_server()
     if server is not None:
-        server.routes.post("/graft/finish/{run}")(finish)
+        for route in routes():
+            server.routes.route(route.method, route.path)(route.handler)
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.get("/graft/runs", runs),
+        web.get("/graft/log", log),
+        web.get("/graft/files", files),
+        web.get("/graft/sample", sample),
+        web.post("/graft/finish/{run:.+}", finish),
+    ]
+
+
+async def runs(request: web.Request) -> web.Response:
+    """Answer {runs}: those that a node of this server trained or is training, the latest last."""
+    return web.json_response({"runs": known_runs()})
+
+
+async def log(request: web.Request) -> web.Response:
+    """Answer {start, next, more, entries} for ?run=<run>&start=<byte>: the steps logged since that byte.
+
+    `start` comes back as 0 when the log has become shorter, which means that it was begun again.
+    """
+    path = _run_folder(request) / "log.jsonl"
+    start = request.query.get("start", "0")
+    if not re.fullmatch(r"[0-9]{1,18}", start):
+        return _refused("start must be a number of bytes, 0 or more", 400)
+    return web.json_response(await _in_thread(lambda: read_entries(path, int(start))))
+
+
+async def files(request: web.Request) -> web.Response:
+    """Answer {samples: [{name, step, number}], checkpoints: [step]} for ?run=<run>, by step."""
+    folder = _run_folder(request)
+    return web.json_response(await _in_thread(lambda: list_files(folder)))
+
+
+async def sample(request: web.Request) -> web.StreamResponse:
+    """Answer the picture ?run=<run>&name=step-<n>-<prompt>.png."""
+    folder, name = _run_folder(request), request.query.get("name", "")
+    path = folder / "samples" / name
+    if not SAMPLE.fullmatch(name) or not _is_file_of(folder, path):
+        return _refused("no such sample", 404)
+    return web.FileResponse(path, headers={"Content-Type": "image/png", "X-Content-Type-Options": "nosniff"})
 
 
 async def finish(request: web.Request) -> web.Response:
+    """End the run after its current step, keeping its LoRA."""
     run = request.match_info["run"]
     if not request_finish(run):
-        return web.json_response({"error": f"no run named {run!r} is under way"}, status=404)
+        return _refused("no such run is under way", 404)
     return web.json_response({"finishing": run})
+
+
+def read_entries(path: Path, start: int) -> dict[str, Any]:
+    """Return the whole lines of a log from byte `start` on, at most CHUNK bytes of them.
+
+    A line that is no entry, as after a kill or when `start` lies within one, is passed over.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = start if start <= size else 0
+            file.seek(start)
+            text = file.read(CHUNK)
+    except OSError:
+        return {"start": 0, "next": 0, "more": False, "entries": []}
+    whole = text[: text.rfind(b"\n") + 1]
+    entries = [entry for line in whole.splitlines() if (entry := _entry(line)) is not None]
+    return {
+        "start": start,
+        "next": start + len(whole),
+        "more": bool(whole) and start + len(text) < size,
+        "entries": entries,
+    }
+
+
+def list_files(folder: Path) -> dict[str, Any]:
+    """Return a run's samples and the steps of its checkpoints."""
+    samples = [
+        {"name": match[0], "step": int(match[1]), "number": int(match[2])}
+        for name in _names(folder / "samples")
+        if (match := SAMPLE.fullmatch(name)) and _is_file_of(folder, folder / "samples" / name)
+    ]
+    found = (CHECKPOINT.fullmatch(name) for name in _names(folder / "checkpoints"))
+    return {
+        "samples": sorted(samples, key=lambda row: (row["step"], row["number"])),
+        "checkpoints": sorted(int(match[1]) for match in found if match),
+    }
+
+
+def _run_folder(request: web.Request) -> Path:
+    """Return the folder of ?run=<run>. Raises HTTPNotFound unless it is that of a run under output/graft."""
+    root, run = paths.graft_folder(), request.query.get("run", "")
+    try:
+        folder = paths.existing_run(run)
+        if _is_file_of(root, folder / "log.jsonl"):
+            return folder
+    except (OSError, ValueError, RuntimeError):  # no usable name; a loop of links
+        pass
+    raise web.HTTPNotFound(text=json.dumps({"error": "no such run"}), content_type="application/json")
+
+
+def _is_file_of(folder: Path, path: Path) -> bool:
+    """Whether `path` is an ordinary file that lies in `folder` also when links are followed."""
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Return a line of the log, or None for what is no entry; JSON's NaN is none."""
+    try:
+        found = json.loads(line, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(folder)]
+    except OSError:
+        return []
+
+
+def _refused(reason: str, status: int) -> web.Response:
+    return web.json_response({"error": reason}, status=status)
+
+
+async def _in_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import comfy.model_management
 import comfy.utils
@@ -17,46 +19,82 @@ from .versions import running_server
 
 log = logging.getLogger(__name__)
 
-_finish: dict[str, bool] = {}
-"""Runs under way by folder name -> whether Finish was asked for."""
+EVENTS_A_SECOND = 4
+"""Most messages about a run that the editor gets."""
+
+
+@dataclass
+class LiveRun:
+    """What the editor is told of a run: whose it is and how far it has come. Its log says the rest."""
+
+    run: str
+    """Its folder below output/graft."""
+    node: str | None
+    """The node that trains it; inside subgraphs "12:3"."""
+    workflow: str | None
+    """Id of the workflow that was queued; None when the prompt came without one."""
+    first: int
+    last: int
+    step: int
+    running: bool = True
+    finishing: bool = False
+
+
+_runs: dict[str, LiveRun] = {}
+"""Runs of this process by name, the latest last."""
+
+
+def known_runs() -> list[dict[str, Any]]:
+    """Return what the editor is told of each run of this process."""
+    return [asdict(run) for run in list(_runs.values())]
 
 
 def request_finish(run: str) -> bool:
     """Ask the run in output/graft/<run> to end after its current step; False when no such run is under
     way.
     """
-    if run not in _finish:
+    live = _runs.get(run)
+    if live is None or not live.running:
         return False
-    _finish[run] = True
+    live.finishing = True
     return True
 
 
 @contextmanager
-def session(run: str, *, first: int, last: int, node_id: str | None = None) -> Iterator[OnStep]:
+def session(
+    run: str, *, first: int, last: int, node_id: str | None = None, workflow: str | None = None
+) -> Iterator[OnStep]:
     """Yield the `on_step` of a run from step `first` to step `last`.
 
-    It moves the node's progress bar and text, raises ComfyUI's interrupt on Cancel, and returns STOP after
-    Finish.
+    It moves the node's progress bar and text, tells the editor how far the run is, raises ComfyUI's
+    interrupt on Cancel, and returns STOP after Finish.
     """
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
-    told = 0.0
-    _finish[run] = False
+    _runs.pop(run, None)
+    live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first)
+    logged = told = 0.0
 
     def on_step(progress: Progress) -> str | None:
-        nonlocal told
+        nonlocal logged, told
         bar.update_absolute(progress.step - first, last - first)
+        live.step = progress.step
         now = time.monotonic()
-        if now - told > 0.5 or progress.step == last:
+        if now - told > 1 / EVENTS_A_SECOND:
             told = now
+            _tell(live)
+        if now - logged > 0.5 or progress.step == last:
+            logged = now
             _send_text(line(progress), node_id)
             log.info("Graft: %s", line(progress))
         comfy.model_management.throw_exception_if_processing_interrupted()
-        return STOP if _finish[run] else None
+        return STOP if live.finishing else None
 
+    _tell(live)
     try:
         yield on_step
     finally:
-        del _finish[run]
+        live.running = live.finishing = False
+        _tell(live)
 
 
 @contextmanager
@@ -94,3 +132,10 @@ def _send_text(text: str, node_id: str | None) -> None:
     server = running_server()
     if server is not None and node_id is not None and hasattr(server, "send_progress_text"):
         server.send_progress_text(text, node_id)
+
+
+def _tell(live: LiveRun) -> None:
+    """Send the event graft.run to every page, where a server is running."""
+    server = running_server()
+    if server is not None:
+        server.send_sync("graft.run", asdict(live))

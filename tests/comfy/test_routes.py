@@ -1,0 +1,153 @@
+"""The routes under /graft/ give what lies in a run's folder, and nothing else, whatever is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import yarl
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from graft.tests.comfy.watch import watched
+from graft.training.comfy import paths, server, session
+from graft.training.loop import STOP, Progress
+
+CASES = int(os.environ.get("GRAFT_FUZZ_CASES", 2000))
+RUN = "people/anna-0123456789abcdef"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of three steps with two samples, beside a secret that is no part of it."""
+    monkeypatch.setattr(paths.folder_paths, "get_output_directory", lambda: str(tmp_path / "output"))
+    folder = tmp_path / "output" / "graft" / RUN
+    for step in (2, 3):
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "log.jsonl").write_text(
+        "".join(json.dumps({"step": s, "loss": 1 / s}) + "\n" for s in (1, 2, 3))
+    )
+    (folder / "samples").mkdir()
+    for step in (3, 2):
+        (folder / "samples" / f"step-{step:08d}-0.png").write_bytes(b"picture %d" % step)
+    (folder / "samples" / "notes.txt").write_text("secret")
+    (tmp_path / "output" / "graft" / "other").mkdir()
+    (tmp_path / "output" / "secret.png").write_text("secret")
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "secret": 1}\n')
+    return folder
+
+
+def ask(*questions, method="get"):
+    """Return (status, body) of each question to the routes."""
+
+    async def asking():
+        app = web.Application()
+        app.add_routes(server.routes())
+        async with TestClient(TestServer(app)) as client:
+            return [await _answer(client, method, question) for question in questions]
+
+    return asyncio.run(asking())
+
+
+async def _answer(client, method, question):
+    async with client.request(method, yarl.URL(question, encoded=True)) as answer:
+        return answer.status, await answer.read()
+
+
+def get(question):
+    status, body = ask(question)[0]
+    assert status == 200
+    return json.loads(body)
+
+
+def test_the_log_comes_from_a_byte_on(run):
+    whole = get(f"/graft/log?run={RUN}")
+    assert [entry["step"] for entry in whole["entries"]] == [1, 2, 3] and not whole["more"]
+    with (run / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": NaN}\n{"step": 5')  # a line that is being written
+    later = get(f"/graft/log?run={RUN}&start={whole['next']}")
+    assert later["entries"] == [{"step": 4, "loss": None}] and later["start"] == whole["next"]
+    (run / "log.jsonl").write_text('{"step": 1}\n')
+    assert get(f"/graft/log?run={RUN}&start={later['next']}")["start"] == 0
+
+
+def test_a_long_log_comes_in_parts(run, monkeypatch):
+    monkeypatch.setattr(server, "CHUNK", 40)
+    steps, start, more = [], 0, True
+    while more:
+        part = server.read_entries(run / "log.jsonl", start)
+        steps += [entry["step"] for entry in part["entries"]]
+        start, more = part["next"], part["more"]
+    assert steps == [1, 2, 3]
+
+
+def test_samples_and_checkpoints_are_listed_by_step(run):
+    found = get(f"/graft/files?run={RUN}")
+    assert found["checkpoints"] == [2, 3]
+    assert [(s["step"], s["number"]) for s in found["samples"]] == [(2, 0), (3, 0)]
+    assert ask(f"/graft/sample?run={RUN}&name={found['samples'][1]['name']}") == [(200, b"picture 3")]
+
+
+def test_links_that_lead_out_of_the_run_are_not_followed(run):
+    link = run / "samples" / "step-00000009-0.png"
+    try:
+        link.symlink_to(run.parents[2] / "secret.png")
+        (run.parent / "linked").symlink_to(run.parents[4], target_is_directory=True)
+    except OSError:
+        pytest.skip("no symbolic links here")
+    assert [sample["step"] for sample in get(f"/graft/files?run={RUN}")["samples"]] == [2, 3]
+    answers = ask(f"/graft/sample?run={RUN}&name={link.name}", "/graft/log?run=people/linked")
+    assert [status for status, _ in answers] == [404, 404]
+
+
+def test_finish_ends_a_run_under_way_and_no_other(run):
+    live = session.LiveRun(RUN, "5", "w", 0, 9, 1)
+    with session.session(RUN, first=0, last=9, node_id="5", workflow="w") as on_step:
+        assert get("/graft/runs")["runs"][-1] == {**vars(live), "step": 0}
+        step = Progress(1, 1.0, 1e-4, 1.0, 0.1, state=lambda: None)
+        assert on_step(step) is None
+        assert ask(f"/graft/finish/{RUN}", "/graft/finish/other", method="post")[1][0] == 404
+        assert on_step(step) == STOP
+    assert ask(f"/graft/finish/{RUN}", method="post")[0][0] == 404
+    assert not get("/graft/runs")["runs"][-1]["running"]
+
+
+PIECES = (
+    "..", "../", "..\\", "/", "\\", "%2e%2e%2f", "....//", "people", "anna-0123456789abcdef", RUN, "other",
+    "log.jsonl", "samples", "step-00000003-0.png", "step-00000003-0.png/..", "notes.txt", "secret.png",
+    "/etc/passwd", "C:\\", "~", "file://", "\x00", "\n", "\u202e", "\ud7ff", "\U0001f600", "\xe9" * 120,
+    "a" * 900, "NaN", "-1", "1e9", "9" * 40, "\u0663", " ", ".", "con", "nul.png", "*", "?", "[a-z]*", "%",
+    "%00", "%s", "{0}", "'", '"', "<script>", "", "&run=", "#",
+)  # fmt: skip
+
+
+def question(draw):
+    """A request to one of the routes with values made of PIECES, well encoded or not."""
+
+    def value():
+        text = "".join(draw.choices(PIECES, k=draw.randint(0, 4)))
+        return quote(text, safe="") if draw.random() < 0.7 else quote(text, safe="/%&=\\.:~+")
+
+    path = draw.choice(("log", "files", "sample", "runs", "finish/" + value(), value()))
+    names = draw.choices(("run", "name", "start", "x"), k=draw.randint(0, 3))
+    given = {"run": RUN} if draw.random() < 0.5 else {}
+    pairs = [*given.items(), *((name, value()) for name in names)]
+    return f"/graft/{path}?" + "&".join(f"{name}={text}" for name, text in pairs)
+
+
+def test_no_request_brings_an_error_of_the_server_or_a_file_that_is_no_part_of_a_run(run):
+    draw = random.Random(0)
+    before = {path: path.stat().st_mtime_ns for path in run.parents[4].rglob("*")}
+    with watched() as opened:
+        answers = ask(*(question(draw) for _ in range(CASES)))
+    assert {status for status, _ in answers} <= {200, 400, 404, 405}
+    assert any(status == 200 for status, _ in answers)
+    assert not any(b"secret" in body or b"root:" in body for _, body in answers)
+    allowed = {run / "log.jsonl", *(run / "samples").glob("step-*.png")}
+    assert {Path(path) for path, _ in opened} <= allowed
+    assert {path: path.stat().st_mtime_ns for path in run.parents[4].rglob("*")} == before
