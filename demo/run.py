@@ -21,9 +21,9 @@ from PIL import Image
 
 from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
+from ..training.pictures import Column, loss_plot, sample_grid
 from ..training.run import Run, latest
 from . import prompts
-from .grid import Column, loss_plot, sample_grid
 from .runtime import GRAFT, PromptError, Server, comfyui_version, find_comfyui, server
 from .terminal import Bar, clock, say
 

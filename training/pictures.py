@@ -1,4 +1,4 @@
-"""The demo's two pictures, drawn with Pillow alone: a labelled grid of samples and the course of the loss."""
+"""Pictures of a run, drawn with Pillow alone: a labelled grid of samples, and the course of the loss."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ GREY: Colour = (120, 124, 134)
 RULE: Colour = (226, 228, 233)
 FAINT: Colour = (176, 202, 238)
 STRONG: Colour = (24, 95, 196)
+MARK: Colour = (214, 84, 34)
 
 MARGIN, GUTTER, LABEL_WIDTH, PICTURE_HEIGHT = 28, 10, 168, 176
 
@@ -29,12 +30,19 @@ class Column:
     images: Sequence[Image.Image]
 
 
-def sample_grid(columns: Sequence[Column], rows: Sequence[str], *, title: str, subtitle: str) -> Image.Image:
+def sample_grid(
+    columns: Sequence[Column],
+    rows: Sequence[str],
+    *,
+    title: str,
+    subtitle: str,
+    height: int = PICTURE_HEIGHT,
+) -> Image.Image:
     """Draw prompts from left to right and models from top to bottom; `rows` names the models.
 
-    Pictures are brought to one height, since they are looked at side by side; wider ones make a wider column.
+    Pictures are brought to one `height`, since they are looked at side by side; wider ones make a wider
+    column.
     """
-    height = PICTURE_HEIGHT
     cells = [[_to_height(image, height) for image in column.images] for column in columns]
     widths = [max(image.width for image in column) for column in cells]
     heads = [_wrap(column.title, font(17), width, lines=3) for column, width in zip(columns, widths)]
@@ -64,8 +72,17 @@ def sample_grid(columns: Sequence[Column], rows: Sequence[str], *, title: str, s
     return page
 
 
-def loss_plot(losses: Sequence[float], *, title: str, subtitle: str) -> Image.Image:
-    """Draw the loss of every step, and its mean over about a tenth of the run, which is what to look at."""
+def loss_plot(
+    losses: Sequence[float],
+    *,
+    title: str,
+    subtitle: str,
+    validations: Sequence[tuple[int, float]] = (),
+) -> Image.Image:
+    """Draw the loss of every step, and its mean over about a tenth of the run, which is what to look at.
+
+    `validations` are (step, loss on held-out images), drawn as a line of its own.
+    """
     scale, size, left, top, right, bottom = 2, (960, 520), 78, 104, 28, 58
     page = Image.new("RGB", (size[0] * scale, size[1] * scale), PAPER)
     draw = ImageDraw.Draw(page)
@@ -75,7 +92,8 @@ def loss_plot(losses: Sequence[float], *, title: str, subtitle: str) -> Image.Im
 
     window = max(1, len(losses) // 10)
     smooth = smoothed(losses, window)
-    low, high, step = axis(min(losses), _percentile(losses, 0.995))
+    held_out = [loss for _, loss in validations]
+    low, high, step = axis(min([*losses, *held_out]), max([_percentile(losses, 0.995), *held_out]))
 
     def place(index: int, value: float) -> tuple[float, float]:
         across = index / max(1, len(losses) - 1)
@@ -96,8 +114,14 @@ def loss_plot(losses: Sequence[float], *, title: str, subtitle: str) -> Image.Im
     if len(losses) > 1:
         draw.line([place(i, v) for i, v in enumerate(losses)], FAINT, scale, joint="curve")
         draw.line([place(i, v) for i, v in enumerate(smooth)], STRONG, 3 * scale, joint="curve")
+    marks = [place(number - 1, value) for number, value in validations]
+    if len(marks) > 1:
+        draw.line(marks, MARK, 2 * scale, joint="curve")
+    for x, y in marks:
+        draw.ellipse((x - 3 * scale, y - 3 * scale, x + 3 * scale, y + 3 * scale), MARK)
     x = size[0] - right
-    for colour, text in ((STRONG, f"mean of {window} steps"), (FAINT, "every step")):
+    legend = [(STRONG, f"mean of {window} steps"), (FAINT, "every step")]
+    for colour, text in [(MARK, "held out"), *legend] if marks else legend:
         draw.text(at(x, 36), text, INK, font(14 * scale), anchor="rm")
         x -= draw.textlength(text, font(14 * scale)) / scale + 12
         draw.line((*at(x - 22, 36), *at(x, 36)), colour, 3 * scale)

@@ -14,11 +14,12 @@ from ..lora_file import lora_tensors
 from ..state import TrainState
 
 
-def with_lora(model: Any, clip: Any, state: TrainState, family: Family) -> tuple[Any, Any]:
-    """Return clones of MODEL and CLIP with the state's LoRA at strength 1, through the stock loader's own
-    code.
-    """
-    return comfy.sd.load_lora_for_models(model, clip, lora_model(state, family), 1.0, 1.0)  # type: ignore[no-any-return]
+def with_lora(
+    model: Any, clip: Any, state: TrainState, family: Family, strength: float = 1.0
+) -> tuple[Any, Any]:
+    """Return clones of MODEL and CLIP with the state's LoRA, through the stock loader's own code."""
+    lora = lora_model(state, family)
+    return comfy.sd.load_lora_for_models(model, clip, lora, strength, strength)  # type: ignore[no-any-return]
 
 
 def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:

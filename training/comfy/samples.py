@@ -1,27 +1,31 @@
-"""Pictures from the LoRA while it is trained, by ComfyUI's own sampler.
+"""Pictures from a LoRA while it is trained, by ComfyUI's own sampler.
 
-They are drawn between two optimizer steps, after the engine has given the weights back, so they never change
-what is
-trained; and running out of memory costs a picture, never the run.
+They are drawn between two optimizer steps, while the base is given back to ComfyUI, so they change nothing
+in what is trained; and whatever goes wrong costs pictures, never the run. Only Cancel ends it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import comfy.sample
 import comfy.samplers
+import comfy.utils
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ..family import Family
+from ..loop import STOP, OnStep, Progress
+from ..memory.placement import is_out_of_memory
 from ..state import TrainState
 from .output import with_lora
 
@@ -29,6 +33,9 @@ log = logging.getLogger(__name__)
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
 SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
+
+PREVIEW_SIDE = 512
+"""Pixels of a picture's longer side as the node shows it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class SamplePrompts:
     """[trigger] stands for the dataset's trigger word."""
     negative: str = ""
     every: int = 100
-    """Steps between two sets of pictures."""
+    """Steps between two sets of pictures; 0 draws none."""
     before_training: bool = True
     """Draw a first set at the step the run starts from."""
     width: int = 1024
@@ -54,52 +61,116 @@ class SamplePrompts:
     walk_seed: bool = False
     """Another seed for every set; otherwise sets differ by the training alone."""
 
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("Sample Prompts: there is no prompt; write one a line.")
+        if self.clip is None or self.vae is None:
+            raise ValueError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
 
-def draw(
+
+@dataclass
+class SampleWriter:
+    """Draws a run's samples when they are due, saves them and shows them on the node."""
+
+    plan: SamplePrompts
+    model: Any
+    """The MODEL that is trained on."""
+    family: Family
+    folder: Path
+    """The pictures become `folder`/step-<n>-<number of the prompt>.png."""
+    first: int
+    """Step at which the run starts."""
+    last: int
+    trigger: str = ""
+    node_id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Goes into the files: "workflow" and "prompt", as ComfyUI's Save Image writes them."""
+
+    def on_start(self, state: TrainState) -> None:
+        """Draw the first set, or the set during which an earlier run was ended."""
+        begins = self.plan.before_training and bool(self.plan.every) and state.step == self.first
+        if (begins or self.due(state.step)) and not self.path(state.step, 0).exists():
+            self.draw(state)
+
+    def following(self, on_step: OnStep) -> OnStep:
+        """Return an `on_step` that does what the given one does, and then draws the set that is due."""
+
+        def draw_too(progress: Progress) -> str | None:
+            outcome = on_step(progress)
+            if outcome != STOP and self.due(progress.step):
+                with progress.base_given_back():
+                    self.draw(progress.state())
+            return outcome
+
+        return draw_too
+
+    def due(self, step: int) -> bool:
+        return bool(self.plan.every) and step > self.first and step % self.plan.every == 0
+
+    def path(self, step: int, number: int) -> Path:
+        return self.folder / f"step-{step:08d}-{number}.png"
+
+    def draw(self, state: TrainState) -> None:
+        """Draw, save and show every prompt with the LoRA of `state`; a failure is a warning."""
+        interrupted = comfy.model_management.InterruptProcessingException  # an Exception in one ComfyUI
+        bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
+        try:
+            for number, image in enumerate(pictures(self.plan, self.model, state, self.family, self.trigger)):
+                if image is not None:
+                    texts = {**self.metadata, "graft_prompt": self.plan.prompts[number]}
+                    save_png(image, self.path(state.step, number), texts)
+                    preview = ("JPEG", image, PREVIEW_SIDE)
+                    bar.update_absolute(state.step - self.first, self.last - self.first, preview)
+        except interrupted:
+            raise
+        except Exception:
+            log.warning(
+                "Graft: no samples of step %d; the training goes on without them.", state.step, exc_info=True
+            )
+
+
+def pictures(
     plan: SamplePrompts,
     model: Any,
     state: TrainState,
     family: Family,
-    folder: Path,
-    *,
     trigger: str = "",
-    metadata: Mapping[str, Any] | None = None,
-) -> list[Path]:
-    """Draw every prompt with the LoRA of `state` and save the pictures as `folder`/step-<n>-<prompt>.png.
-
-    A picture that does not fit into memory is drawn at half the size, then left out with a warning.
-    `metadata` goes
-    into the files (the workflow).
-    """
-    patched, clip = with_lora(model, plan.clip, state, family)
-    paths = []
-    with torch.inference_mode():
-        for number, prompt in enumerate(plan.prompts):
-            image = _drawn(plan, patched, clip, prompt.replace("[trigger]", trigger), state.step)
-            if image is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                paths.append(folder / f"step-{state.step:08d}-{number}.png")
-                image.save(paths[-1], pnginfo=_info({"prompt_text": prompt, **(metadata or {})}))
-    return paths
+    *,
+    strength: float = 1.0,
+) -> Iterator[Image.Image | None]:
+    """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
+    patched, clip = with_lora(model, plan.clip, state, family, strength)
+    seed = plan.seed + (state.step if plan.walk_seed else 0)
+    for prompt in plan.prompts:
+        yield _picture(plan, patched, clip, prompt.replace("[trigger]", trigger), seed, family.bucket_step)
 
 
-def _drawn(plan: SamplePrompts, model: Any, clip: Any, prompt: str, step: int) -> Image.Image | None:
-    seed = plan.seed + (step if plan.walk_seed else 0)
+def _picture(
+    plan: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, step: int
+) -> Image.Image | None:
+    """Draw one prompt, at half the size where the whole does not fit into memory."""
     for divisor in (1, 2):
+        width, height = (max(step, side // divisor // step * step) for side in (plan.width, plan.height))
         try:
-            return _sample(plan, model, clip, prompt, seed, plan.width // divisor, plan.height // divisor)
-        except comfy.model_management.OOM_EXCEPTION:
-            comfy.model_management.unload_all_models()
-            comfy.model_management.soft_empty_cache()
-            log.warning("Graft: the sample %r does not fit into memory at 1/%d of its size.", prompt, divisor)
+            with torch.inference_mode():
+                return _sample(plan, model, clip, prompt, seed, width, height)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        comfy.model_management.unload_all_models()
+        comfy.model_management.soft_empty_cache()
+        log.warning("Graft: memory does not suffice for the sample %r at %dx%d.", prompt, width, height)
     return None
 
 
 def _sample(
     plan: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, width: int, height: int
 ) -> Image.Image:
+    def on_step(*_: Any) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
     positive, negative = (
-        clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (prompt, plan.negative)
+        clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in (prompt, plan.negative)
     )
     reduction = int(plan.vae.spacial_compression_encode())
     channels = model.get_model_object("latent_format").latent_channels
@@ -115,6 +186,7 @@ def _sample(
         positive,
         negative,
         latent,
+        callback=on_step,
         disable_pbar=True,
         seed=seed,
     )
@@ -123,8 +195,13 @@ def _sample(
     return Image.fromarray((pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy())
 
 
-def _info(texts: Mapping[str, Any]) -> PngInfo:
-    info = PngInfo()
+def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:
+    """Write a picture whole or not at all, with `texts` in it: strings as they are, the rest as JSON."""
+    info, file = PngInfo(), io.BytesIO()
     for name, value in texts.items():
         info.add_text(name, value if isinstance(value, str) else json.dumps(value))
-    return info
+    image.save(file, "png", pnginfo=info)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    temporary.write_bytes(file.getvalue())
+    os.replace(temporary, path)
