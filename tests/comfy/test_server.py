@@ -63,24 +63,34 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def saving_every_step(graph):
+    settings = {"minutes": 0.0, "steps": 0, "keep": 2, "tensorboard": False}
+    graph["90"] = {"class_type": "GraftCheckpointSettings", "inputs": settings}
+    graph["5"]["inputs"]["checkpoint_settings"] = ["90", 0]
+    return graph
+
+
 def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(comfyui, folder):
+    killed = saving_every_step(prompt("killed", steps=40, seed=1))
+    whole = prompt("whole", steps=40, seed=1)
     with server(comfyui, folder, cpu=True) as first:
         assert float(re.search(r"([\d.]+) seconds: \S*graft", first.log())[1]) < 0.3
         with pytest.raises(Exception, match="exit code|refused|reset|closed"):
-            first.run(prompt("killed", steps=40, seed=1), on_progress(first.kill, after=3))
+            first.run(killed, on_progress(first.kill, after=3))
     assert "killed" not in loras(folder)
     with server(comfyui, folder, cpu=True) as second:
-        second.run(prompt("killed", steps=40, seed=1))
-        second.run(prompt("whole", steps=40, seed=1))
+        second.run(killed)
+        resumed_at = int(re.findall(r"resuming at step (\d+) of 40", second.log())[-1])
+        assert 2 <= resumed_at < 40
+        second.run(whole)
         assert same(loras(folder)["killed"], loras(folder)["whole"])
-        second.free()
-        second.run(
-            {
-                **prompt("killed", steps=40, seed=1),
-                "99": {"class_type": "PreviewAny", "inputs": {"source": "x"}},
-            }
-        )
-        assert second.log().count("is already trained") >= 1
+    with server(comfyui, folder, cpu=True) as third:
+        for _ in range(2):
+            seen = []
+            third.run(killed, lambda kind, data: seen.append((kind, data.get("node"))))
+            assert ("executing", "5") in seen and ("progress", "5") not in seen
+            third.free()
+        assert "is already trained" in third.log()
 
 
 def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_server, folder):
