@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from comfy_api.latest import io
+from torch import Tensor
 
 from ..training.checkpoint import StateHandle, open_state, save_state
 from ..training.comfy import paths
-from ..training.family import family_named
-from ..training.lora_file import lora_metadata, lora_tensors, write_lora
+from ..training.family import Family, family_named
+from ..training.formats import diffusers_tensors
+from ..training.log import read_log
+from ..training.lora_file import lora_tensors, write_lora
 from ..training.memory.precision import DTYPES
+from ..training.metadata import lora_metadata, with_hashes
+from ..training.state import TrainState
 from .sockets import State, schema
+
+FORMATS: Mapping[str, Callable[[TrainState, Family, torch.dtype], dict[str, Tensor]]] = {
+    "ComfyUI (kohya)": lora_tensors,
+    "diffusers (PEFT)": diffusers_tensors,
+}
+"""What Save LoRA offers -> (state, family, dtype) -> the file's tensors."""
 
 
 class SaveLora(io.ComfyNode):
@@ -43,21 +55,69 @@ class SaveLora(io.ComfyNode):
                     default=True,
                     tooltip="Put this workflow into the file, so that it can be opened again.",
                 ),
+                io.Combo.Input(
+                    "format",
+                    options=list(FORMATS),
+                    default=next(iter(FORMATS)),
+                    optional=True,
+                    tooltip="How the file names the layers. ComfyUI's names load in ComfyUI, Forge and "
+                    "sd-scripts, those of SDXL and Flux also in diffusers.",
+                ),
+                io.String.Input(
+                    "trigger",
+                    default="",
+                    optional=True,
+                    tooltip="The word that calls up what was learnt, for the file to say. Empty: the "
+                    "dataset's.",
+                ),
+                io.Image.Input(
+                    "cover", optional=True, tooltip="A picture for the file, shown by model browsers."
+                ),
             ],
             outputs=[io.String.Output("path")],
             hidden=[io.Hidden.extra_pnginfo],
         )
 
     @classmethod
-    def execute(cls, state: StateHandle, name: str, dtype: str, save_workflow: bool) -> io.NodeOutput:
+    def execute(
+        cls,
+        state: StateHandle,
+        name: str,
+        dtype: str,
+        save_workflow: bool,
+        format: str = next(iter(FORMATS)),
+        trigger: str = "",
+        cover: Tensor | None = None,
+    ) -> io.NodeOutput:
         trained, path = state.load(), paths.lora_path(name)
-        family = family_named(trained.family)
-        workflow = (cls.hidden.extra_pnginfo or {}).get("workflow") if save_workflow else None
-        metadata = lora_metadata(trained, family, title=Path(name).name, **_notes(trained.notes, workflow))
-        write_lora(path, lora_tensors(trained, family, DTYPES[dtype]), metadata)
+        trained, family = replace(trained, weights=trained.result()), family_named(trained.family)
+        tensors = FORMATS[format](trained, family, DTYPES[dtype])
+        metadata = lora_metadata(
+            trained,
+            family,
+            title=Path(name).name,
+            trigger=trigger,
+            cover=cover[0] if cover is not None else None,
+            workflow=(cls.hidden.extra_pnginfo or {}).get("workflow") if save_workflow else None,
+            finished=(state.path / "state.json").stat().st_mtime,
+            seconds=_seconds(state),
+        )
+        try:
+            write_lora(path, tensors, with_hashes(tensors, metadata))
+        except OSError as error:
+            raise ValueError(
+                f"{path}: the LoRA could not be saved ({error.strerror or error}). Choose another name, or "
+                "free some space there, and queue the graph again: nothing that was trained is lost."
+            ) from error
         return io.NodeOutput(
             str(path), ui={"text": [f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"]}
         )
+
+
+def _seconds(state: StateHandle) -> float:
+    """Return how long the run that a state lies in took to reach it; 0 where its log is not there."""
+    steps = read_log(state.path.parent.parent / "log.jsonl")
+    return sum(entry.get("seconds") or 0.0 for entry in steps if entry["step"] <= state.step)
 
 
 class SaveTrainingState(io.ComfyNode):
@@ -106,7 +166,3 @@ class LoadTrainingState(io.ComfyNode):
     @classmethod
     def execute(cls, name: str) -> io.NodeOutput:
         return io.NodeOutput(open_state(paths.state_folder(name)))
-
-
-def _notes(notes: Any, workflow: Any) -> dict[str, str]:
-    return {**notes, **({"workflow": json.dumps(workflow)} if workflow else {})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,8 @@ from ..training.config import (
     ScheduleConfig,
     TrainConfig,
     ValidationConfig,
-    to_dict,
 )
+from ..training.metadata import run_metadata
 from ..training.run import Run, execute, run_key
 from .sockets import (
     Checkpoints,
@@ -154,7 +153,7 @@ class TrainSteps(io.ComfyNode):
         )
         denoiser = ComfyDenoiser(model)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
-        notes = {"ss_output_name": name, "graft_config": json.dumps(to_dict(config)), **_triggers(dataset)}
+        notes = run_metadata(config, dataset, denoiser.family, denoiser.sampling, name=name)
         with session(
             paths.run_name(folder),
             first=first,
@@ -187,11 +186,6 @@ def _workflow_id(extra: Any) -> str | None:
     workflow = extra.get("workflow") if isinstance(extra, dict) else None
     found = workflow.get("id") if isinstance(workflow, dict) else None
     return found if isinstance(found, str) else None
-
-
-def _triggers(dataset: Any) -> dict[str, str]:
-    words = dict.fromkeys(source.config.caption.trigger for source in dataset.images.sources)
-    return {"modelspec.trigger_phrase": ", ".join(words)} if any(words) else {}
 
 
 def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:

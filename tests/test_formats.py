@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
+from graft.training.config import AdapterConfig
 from graft.training.family import FAMILIES, GENERIC
-from graft.training.formats import ALPHA, DOWN, UP, read_layers, to_diffusers
+from graft.training.formats import ALPHA, DOWN, UP, diffusers_tensors, to_diffusers
 from graft.training.layer import LayerSpec
+from graft.training.state import TrainState
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -119,7 +121,9 @@ def kohya(layers):
     }
 
 
-def transformer(kind):
+def model_of(kind):
+    if kind == "sdxl":
+        return diffusers.UNet2DConditionModel(**UNET | TINY_UNET)
     if kind == "sd3":
         return diffusers.SD3Transformer2DModel(
             sample_size=16,
@@ -149,24 +153,29 @@ def transformer(kind):
     )
 
 
-@pytest.mark.parametrize(
-    "kind, specs, family", [("sd3", SD3, "SD35Medium"), ("flux", FLUX | FLUX_OUTSIDE, "Flux")]
-)
-def test_an_export_loads_through_peft_with_no_key_left_or_missing(kind, specs, family):
+MIXINS = {
+    "sdxl": "StableDiffusionXLLoraLoaderMixin",
+    "sd3": "SD3LoraLoaderMixin",
+    "flux": "FluxLoraLoaderMixin",
+}
+
+
+@pytest.mark.parametrize("kind, family", [("sdxl", "SDXL"), ("sd3", "SD35Medium"), ("flux", "Flux")])
+def test_an_export_loads_through_peft_with_no_key_left_or_missing(kind, family):
+    model, part = model_of(kind), "unet" if kind == "sdxl" else "transformer"
+    specs = {"sd3": SD3, "flux": FLUX | FLUX_OUTSIDE}.get(kind) or shapes(model)
     tensors = to_diffusers(layers_for(specs), FAMILIES[family])
-    mixin = {"sd3": "SD3LoraLoaderMixin", "flux": "FluxLoraLoaderMixin"}[kind]
-    loaded = getattr(diffusers.loaders.lora_pipeline, mixin).lora_state_dict(dict(tensors))
+    loaded = getattr(diffusers.loaders.lora_pipeline, MIXINS[kind]).lora_state_dict(dict(tensors))
     loaded = loaded[0] if isinstance(loaded, tuple) else loaded
     assert loaded.keys() == tensors.keys()
-    model = transformer(kind)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    model.load_lora_adapter(loaded, prefix="transformer")
+    model.load_lora_adapter(loaded, prefix=part)
     found = {n.replace(".default_0", "") for n, _ in model.named_parameters() if "lora_" in n}
-    assert found == {key.removeprefix("transformer.") for key in tensors}
+    assert found == {key.removeprefix(f"{part}.") for key in tensors}
     model.fuse_lora()
     after = dict(model.named_parameters())
     for name, expected in deltas(tensors).items():
-        key = f"{name.removeprefix('transformer.')}"
+        key = name.removeprefix(f"{part}.")
         change = after[f"{key}.base_layer.weight"] - before[f"{key}.weight"]
         torch.testing.assert_close(change.flatten(1), expected, rtol=1e-4, atol=1e-4)
 
@@ -181,6 +190,18 @@ def test_the_flux_export_is_what_diffusers_makes_of_the_kohya_file():
         x = torch.randn(ours[f"{name}A.weight"].shape[1], generator=torch.Generator().manual_seed(1))
         one, two = (t[f"{name}B.weight"] @ (t[f"{name}A.weight"] @ x) for t in (ours, theirs))
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-3)
+
+
+def test_a_training_state_is_exported_in_the_dtype_asked_for():
+    path, config = "joint_blocks.0.x_block.mlp.fc1", AdapterConfig(rank=4, alpha=2.0)
+    [values] = layers_for({path: SD3[path]}).values()
+    state = TrainState(1, config, "", {f"{path}.down": values[DOWN], f"{path}.up": values[UP]})
+    tensors = diffusers_tensors(state, FAMILIES["SD3"], torch.bfloat16)
+    name = "transformer.transformer_blocks.0.ff.net.0.proj"
+    assert tensors.keys() == {f"{name}.lora_A.weight", f"{name}.lora_B.weight"}
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    [found] = deltas({key: tensor.float() for key, tensor in tensors.items()}).values()
+    torch.testing.assert_close(found, delta(values), rtol=2e-2, atol=5e-2)
 
 
 def test_fused_projections_share_a_and_split_b_by_rows():
@@ -206,22 +227,26 @@ def test_scale_and_shift_are_swapped_where_diffusers_keeps_them_so():
 # SDXL
 
 
+UNET = {
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+TINY_UNET = {"block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 16}
+
+
 @pytest.fixture(scope="module")
 def sdxl():
     """A diffusers U-Net with SDXL's names, without memory."""
     with torch.device("meta"):
-        return diffusers.UNet2DConditionModel(
-            block_out_channels=(320, 640, 1280),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(5, 10, 20),
-            cross_attention_dim=2048,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        )
+        return diffusers.UNet2DConditionModel(**UNET)
 
 
 # ruff: noqa: E501
@@ -275,52 +300,7 @@ def test_the_sdxl_export_is_what_diffusers_makes_of_the_kohya_file(sdxl):
         torch.testing.assert_close(tensor.flatten(), scale * theirs[key].flatten())
 
 
-# Back
-
-
-@pytest.mark.parametrize("specs, family", [(SD3, "SD35Medium"), (FLUX | FLUX_OUTSIDE, "Flux")])
-def test_what_was_exported_is_read_back_as_the_same_difference(specs, family):
-    layers = layers_for(specs)
-    back = read_layers(to_diffusers(layers, FAMILIES[family]), specs, FAMILIES[family])
-    assert back.keys() == layers.keys()
-    for path in layers:
-        torch.testing.assert_close(delta(back[path]), delta(layers[path]), rtol=1e-4, atol=1e-4)
-        assert back[path][DOWN].shape == layers[path][DOWN].shape
-
-
-def test_a_lora_with_separate_projections_is_read_as_one_of_their_ranks_together():
-    """diffusers trains q, k and v apart: together they are one LoRA of the fused layer with the ranks
-    added."""
-    name, width = "transformer.transformer_blocks.0.attn", HIDDEN
-    parts = {
-        f"{name}.{part}.lora_{which}.weight": torch.randn((3, width) if which == "A" else (width, 3))
-        for part in ("to_q", "to_v")
-        for which in "AB"
-    }
-    path = "joint_blocks.0.x_block.attn.qkv"
-    found = read_layers(parts, {path: SD3[path]}, FAMILIES["SD3"])[path]
-    expected = torch.zeros(3 * width, width)
-    expected[:width] = parts[f"{name}.to_q.lora_B.weight"] @ parts[f"{name}.to_q.lora_A.weight"]
-    expected[2 * width :] = parts[f"{name}.to_v.lora_B.weight"] @ parts[f"{name}.to_v.lora_A.weight"]
-    assert len(found[DOWN]) == 6
-    torch.testing.assert_close(delta(found), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("prefix", ["lora_unet_", "diffusion_model."])
-def test_kohya_and_native_files_are_read_as_they_are(prefix):
-    layers = layers_for(FLUX)
-    names = {path: path.replace(".", "_") if prefix == "lora_unet_" else path for path in layers}
-    file = {f"{prefix}{names[p]}.{s}": t for p, values in layers.items() for s, t in values.items()}
-    back = read_layers(file, FLUX, FAMILIES["Flux"])
-    assert all(torch.equal(back[p][s], t) for p, values in layers.items() for s, t in values.items())
-
-
-def test_a_key_of_another_model_is_refused_by_name():
-    file = kohya(layers_for(FLUX))
-    with pytest.raises(
-        ValueError, match=r"lora_unet_double_blocks_0_\S+: SD3 has no such layer \(39 keys of 39"
-    ):
-        read_layers(file, SD3, FAMILIES["SD3"])
+# What cannot be exported
 
 
 def test_a_family_without_diffusers_names_is_refused_by_name():

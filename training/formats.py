@@ -1,8 +1,8 @@
-"""LoRA files of other software: diffusers and PEFT names for a family's layers, out and back.
+"""A LoRA under the names of diffusers and PEFT, for software that does not read ComfyUI's.
 
 A native layer is one or more diffusers layers: fused projections (qkv, Flux's linear1) are split by rows,
-which share `lora_A`, and where diffusers keeps scale before shift the halves are swapped. The same table
-serves both directions. diffusers has no alpha, so it is folded into `lora_B` on the way out.
+which share `lora_A`, and where diffusers keeps scale before shift the halves are swapped. diffusers has no
+alpha, so it is folded into `lora_B`. Files are read under any names by `start.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .family import Family
-from .layer import LayerSpec
+from .lora_file import lora_layers
+from .state import TrainState
 
 Layers = Mapping[str, Mapping[str, Tensor]]
 """Module path -> what a LoRA file holds for it, by suffix: "lora_down.weight", "lora_up.weight", "alpha"."""
@@ -37,6 +38,12 @@ class Part:
     def slice(self, width: int, count: int) -> slice:
         first, last = (edge * width for edge in self.rows)
         return slice(first, last or count)
+
+
+def diffusers_tensors(state: TrainState, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of a diffusers/PEFT file of a training state; see `to_diffusers`."""
+    tensors = to_diffusers(lora_layers(state), family)
+    return {key: tensor.to(dtype) for key, tensor in tensors.items()}
 
 
 def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
@@ -63,82 +70,6 @@ def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
                 down.dtype
             )
     return tensors
-
-
-def read_layers(
-    tensors: Mapping[str, Tensor], specs: Mapping[str, LayerSpec], family: Family
-) -> dict[str, dict[str, Tensor]]:
-    """Return what a LoRA file holds for each layer of a model, from kohya, native or diffusers/PEFT names.
-
-    Raises ValueError naming the first key that belongs to no layer of this model.
-    """
-    left = dict(tensors)
-    layers = {path: found for path in specs if (found := _native(left, path))}
-    if family.export and left:
-        for path, spec in specs.items():
-            if found := _from_parts(left, _export(family), path, spec.shape):
-                layers[path] = found
-    if unknown := sorted(key for key in left if not key.startswith(("lora_te", "text_encoder"))):
-        raise ValueError(
-            f"{unknown[0]}: {family.name} has no such layer ({len(unknown)} keys of {len(tensors)} are "
-            "unknown); was the LoRA made for another base model?"
-        )
-    return layers
-
-
-def _native(left: dict[str, Tensor], path: str) -> dict[str, Tensor]:
-    """Take a layer's tensors out of `left`, by its kohya name or its own."""
-    found: dict[str, Tensor] = {}
-    for prefix in (f"lora_unet_{path.replace('.', '_')}.", f"diffusion_model.{path}."):
-        for suffix in (DOWN, UP, ALPHA, *OTHER_SUFFIXES):
-            if (tensor := left.pop(prefix + suffix, None)) is not None:
-                found[PEFT_SUFFIXES.get(suffix, suffix)] = tensor
-    return _flat(found)
-
-
-def _from_parts(
-    left: dict[str, Tensor], export: Export, path: str, shape: tuple[int, ...]
-) -> dict[str, Tensor]:
-    """Take a layer's parts out of `left` and join them into one pair; parts that are not there change
-    nothing."""
-    try:
-        parts = export.parts(path, shape)
-    except ValueError:
-        return {}
-    found: list[tuple[Part, Tensor, Tensor]] = []
-    for part in parts:
-        for prefix in (f"{export.prefix}.", "base_model.model.", ""):
-            key = f"{prefix}{part.name}"
-            if f"{key}.lora_A.weight" not in left:
-                continue
-            down, up = left.pop(f"{key}.lora_A.weight"), left.pop(f"{key}.lora_B.weight").float().flatten(1)
-            alpha = left.pop(f"{key}.{ALPHA}", None)
-            up = up * (float(alpha) / len(down)) if alpha is not None else up
-            found.append((part, down, _swap(up) if part.swapped else up))
-    if not found:
-        return {}
-    shared = all(torch.equal(down, found[0][1]) for _, down, _ in found)
-    downs = [found[0][1]] if shared else [down for _, down, _ in found]
-    joined = torch.zeros(shape[0], sum(map(len, downs)))
-    column = 0
-    for part, down, up in found:
-        joined[part.slice(shape[1], shape[0]), column : column + len(down)] = up
-        column += 0 if shared else len(down)
-    return {DOWN: torch.cat(downs), UP: joined.to(downs[0].dtype), ALPHA: torch.tensor(float(len(joined[0])))}
-
-
-PEFT_SUFFIXES = {"lora_A.weight": DOWN, "lora_B.weight": UP}
-OTHER_SUFFIXES = (
-    *PEFT_SUFFIXES,
-    *("lora_mid.weight", "dora_scale", "diff", "diff_b"),
-    *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
-    *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
-)
-
-
-def _flat(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Bring `up` to (out, rank), as adapters keep it; files of convolutions have it as a 1x1 kernel."""
-    return {suffix: t.flatten(1) if suffix == UP else t for suffix, t in values.items()}
 
 
 def _fit(up: Tensor, down: Tensor) -> Tensor:

@@ -102,11 +102,11 @@ def execute(graft_nodes):
         cache_args={"lru": 0, "ram": 0.0, "ram_inactive": 0.0},
     )
 
-    def run(prompt, *, prompt_id="00000000-0000-4000-8000-000000000000"):
+    def run(prompt, *, prompt_id="00000000-0000-4000-8000-000000000000", extra_data=None):
         valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt(prompt_id, prompt, None))
         if not valid:
             raise ValueError(f"{error} {node_errors}")
-        executor.execute(copy.deepcopy(prompt), prompt_id, {}, outputs)
+        executor.execute(copy.deepcopy(prompt), prompt_id, extra_data or {}, outputs)
         for kind, data in executor.status_messages:
             if kind == "execution_error":
                 raise RuntimeError(

@@ -1,0 +1,92 @@
+"""Save LoRA in ComfyUI's executor: formats, what the file says of itself, and files that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+from graft.nodes import output
+from graft.tests.comfy.test_first_lora import first_lora
+
+
+@pytest.fixture(scope="module", autouse=True)
+def images(base):
+    folder = base / "input" / "tiny"
+    folder.mkdir(exist_ok=True)
+    for colour in ("red", "green"):
+        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
+        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+
+
+def saving(name, **inputs):
+    """The shipped workflow, saved in another way, without the pictures at its end."""
+    prompt = first_lora("saving", steps=1)
+    prompt["2"]["inputs"] |= {"trigger": "zkw"}
+    prompt["6"]["inputs"] |= {"name": name, **inputs}
+    return {key: node for key, node in prompt.items() if int(key) <= 6}
+
+
+def opened(base, name):
+    with safe_open(base / "output" / "loras" / f"{name}.safetensors", "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
+
+
+def test_a_diffusers_file_and_a_comfyui_file_come_from_one_state(execute, base):
+    execute(saving("kohya"))
+    execute(saving("peft", format="diffusers (PEFT)"))
+    kohya, peft = opened(base, "kohya")[0], opened(base, "peft")[0]
+    assert all(key.startswith("lora_unet_") for key in kohya)
+    assert all(key.startswith("transformer.") and ".lora_" in key for key in peft)
+    assert not any(key.endswith("alpha") for key in peft)
+
+
+def test_the_file_says_what_it_is(execute, base):
+    prompt = saving("named", dtype="fp16")
+    prompt["50"] = {
+        "class_type": "EmptyImage",
+        "inputs": {"width": 64, "height": 64, "batch_size": 1, "color": 0},
+    }
+    prompt["6"]["inputs"]["cover"] = ["50", 0]
+    execute(prompt)
+    tensors, metadata = opened(base, "named")
+    assert {str(t.dtype) for key, t in tensors.items() if not key.endswith("alpha")} == {"torch.float16"}
+    assert metadata["modelspec.title"] == "named" and metadata["ss_output_name"] == "saving"
+    assert json.loads(metadata["trained_words"]) == ["zkw"]
+    assert len(json.loads(metadata["ssmd_cover_images"])) == 1
+    assert metadata["ss_num_train_images"] == str(len(list((base / "input" / "tiny").glob("*.png"))))
+    assert float(metadata["ss_training_finished_at"]) > float(metadata["ss_training_started_at"]) > 1e9
+    assert len(metadata["sshs_model_hash"]) == 64
+
+
+def test_the_workflow_is_in_the_file_unless_switched_off(execute, base):
+    workflow = {"nodes": [], "id": "a"}
+    execute(saving("open"), extra_data={"extra_pnginfo": {"workflow": workflow}})
+    execute(saving("closed", save_workflow=False), extra_data={"extra_pnginfo": {"workflow": workflow}})
+    assert json.loads(opened(base, "open")[1]["workflow"]) == workflow
+    assert "workflow" not in opened(base, "closed")[1]
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_clear_error(execute, monkeypatch, error, text):
+    def refuse(*args):
+        raise error
+
+    monkeypatch.setattr(output, "write_lora", refuse)
+    with pytest.raises(RuntimeError, match=f"refused.safetensors: the LoRA could not be saved .{text}"):
+        execute(saving("refused"))
+
+
+def test_a_folder_in_the_files_place_is_one_clear_error(execute, base):
+    (base / "output" / "loras" / "folder.safetensors").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="folder.safetensors: the LoRA could not be saved"):
+        execute(saving("folder"))
