@@ -6,6 +6,7 @@ from .base_model import LoadBaseModel
 from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
 from .lora import BuildLora
 from .output import LoadTrainingState, SaveLora, SaveTrainingState
+from .pictures import CheckpointGrid, LossPlot, SamplePromptsNode
 from .settings import (
     CheckpointSettings,
     DatasetSettingsNode,
@@ -32,7 +33,10 @@ ALL_NODES = [
     MemorySettings,
     ValidationSettings,
     CheckpointSettings,
+    SamplePromptsNode,
     TrainSteps,
+    LossPlot,
+    CheckpointGrid,
     ValidationLoss,
     SaveLora,
     SaveTrainingState,

@@ -26,6 +26,8 @@ Memory = io.Custom("GRAFT_MEMORY")
 
 Validation = io.Custom("GRAFT_VALIDATION")
 Checkpoints = io.Custom("GRAFT_CHECKPOINTS")
+Samples = io.Custom("GRAFT_SAMPLES")
+"""SamplePrompts: what to draw while training."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from ..training.checkpoint import StateHandle
 from ..training.comfy import output, paths
 from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.comfy.samples import SamplePrompts, SampleWriter
 from ..training.comfy.session import session
 from ..training.config import (
     AdapterConfig,
@@ -20,7 +21,7 @@ from ..training.config import (
     ValidationConfig,
 )
 from ..training.metadata import run_metadata
-from ..training.run import Run, execute, run_key
+from ..training.run import Run, execute, ignore_start, run_key
 from .sockets import (
     Checkpoints,
     Dataset,
@@ -29,6 +30,7 @@ from .sockets import (
     Memory,
     Objective,
     Optimizer,
+    Samples,
     Saving,
     State,
     Validation,
@@ -104,6 +106,7 @@ class TrainSteps(io.ComfyNode):
                     optional=True,
                     tooltip="Comes out again with the LoRA's text encoder part, if any.",
                 ),
+                Samples.Input("sample_prompts", optional=True, tooltip="Pictures to draw while training."),
             ],
             outputs=[
                 io.Model.Output("MODEL", tooltip="The base with the trained LoRA, ready for KSampler."),
@@ -112,7 +115,7 @@ class TrainSteps(io.ComfyNode):
                 io.LoraModel.Output("LORA_MODEL"),
                 io.LossMap.Output("LOSS_MAP"),
             ],
-            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo],
+            hidden=[io.Hidden.unique_id, io.Hidden.extra_pnginfo, io.Hidden.prompt],
             not_idempotent=False,
         )
 
@@ -134,6 +137,7 @@ class TrainSteps(io.ComfyNode):
         validation_settings: HeldOut | None = None,
         checkpoint_settings: Saving | None = None,
         clip: Any = None,
+        sample_prompts: SamplePrompts | None = None,
     ) -> io.NodeOutput:
         resumed = start if isinstance(start, StateHandle) else None
         first = resumed.step if resumed else 0
@@ -154,6 +158,17 @@ class TrainSteps(io.ComfyNode):
         denoiser = ComfyDenoiser(model)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
         notes = run_metadata(config, dataset, denoiser.family, denoiser.sampling, name=name)
+        samples = sample_prompts and SampleWriter(
+            sample_prompts,
+            model,
+            denoiser.family,
+            folder / "samples",
+            first=first,
+            last=first + steps,
+            trigger=notes.get("modelspec.trigger_phrase", "").partition(",")[0],
+            node_id=cls.hidden.unique_id,
+            metadata={"prompt": cls.hidden.prompt, **(cls.hidden.extra_pnginfo or {})},
+        )
         with session(
             paths.run_name(folder),
             first=first,
@@ -168,7 +183,8 @@ class TrainSteps(io.ComfyNode):
                 config,
                 resumed,
                 steps=steps,
-                on_step=on_step,
+                on_start=samples.on_start if samples else ignore_start,
+                on_step=samples.following(on_step) if samples else on_step,
                 notes=notes,
                 validation=held_out.samples,
             )

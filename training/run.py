@@ -159,6 +159,22 @@ def latest(run: Run, first: int, target: int) -> StateHandle | None:
     return None
 
 
+def run_of(handle: StateHandle) -> Run | None:
+    """Return the run that a state is a checkpoint of; None for a state that was saved elsewhere."""
+    folder = handle.path.parent
+    return Run(folder.parent) if folder.name == "checkpoints" else None
+
+
+def states_up_to(handle: StateHandle) -> list[StateHandle]:
+    """Return the sound checkpoints of the handle's run up to it, in order; it alone when it has no run."""
+    run, found = run_of(handle), []
+    for step, folder in sorted(_checkpoints(run).items()) if run else ():
+        if step < handle.step:
+            with suppress(ValueError):
+                found.append(open_state(folder))
+    return [*found, handle]
+
+
 def best(run: Run, handle: StateHandle) -> StateHandle:
     """Return the state with the lowest validation loss on the way to `handle`, or `handle` itself without
     one."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import comfy.sd
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ..family import Family
@@ -26,6 +29,12 @@ def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
     """Return ComfyUI's LORA_MODEL: the tensors of the LoRA file, of the moving average where there is one."""
     with torch.inference_mode(False):
         return lora_tensors(replace(state, weights=state.result()), family)
+
+
+def images(pictures: Sequence[Image.Image]) -> Tensor:
+    """Return pictures of one size as ComfyUI's IMAGE, (B, H, W, 3) float32 from 0 to 1."""
+    arrays = [np.asarray(picture.convert("RGB"), dtype=np.float32) / 255 for picture in pictures]
+    return torch.from_numpy(np.stack(arrays))
 
 
 def loss_map(state: TrainState) -> dict[str, list[float]]:

@@ -1,0 +1,134 @@
+"""What a run looks like: Sample Prompts, Loss Plot, Checkpoint Grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..training.checkpoint import StateHandle
+from ..training.comfy import grid, output
+from ..training.comfy.samples import SAMPLERS, SCHEDULERS, SamplePrompts
+from ..training.comfy.session import progress_bar
+from .sockets import Samples, State, schema
+from .widgets import widget
+
+
+class SamplePromptsNode(io.ComfyNode):
+    """What to draw while a LoRA is trained, or to compare its checkpoints by."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftSamplePrompts",
+            display_name="Sample Prompts",
+            description="Draw pictures during training, with ComfyUI's own sampler. They appear on Train "
+            "Steps and in the run's folder, and change nothing in what is trained.",
+            search_aliases=["graft", "preview", "sample", "validation prompt"],
+            inputs=[
+                io.Clip.Input("clip"),
+                io.Vae.Input("vae"),
+                io.String.Input(
+                    "prompts",
+                    multiline=True,
+                    default="",
+                    tooltip="One a line. [trigger] stands for the dataset's trigger word.",
+                ),
+                io.String.Input("negative", default="", multiline=True),
+                widget(SamplePrompts, "every", "Optimizer steps between two sets of pictures; 0 draws none."),
+                widget(
+                    SamplePrompts,
+                    "before_training",
+                    "Draw a first set before the first step, to compare with.",
+                ),
+                io.Int.Input("width", default=1024, min=16, max=16384, step=16),
+                io.Int.Input("height", default=1024, min=16, max=16384, step=16),
+                widget(SamplePrompts, "steps", "Of the sampler.", low=1, high=10000),
+                widget(
+                    SamplePrompts,
+                    "cfg",
+                    "Guidance; 1 for models that were distilled for it, such as Flux and Turbo models.",
+                    high=100,
+                    step=0.1,
+                ),
+                io.Combo.Input("sampler", options=SAMPLERS, default="euler"),
+                io.Combo.Input("scheduler", options=SCHEDULERS, default="simple"),
+                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False),
+                widget(
+                    SamplePrompts,
+                    "walk_seed",
+                    "Another seed for every set. Otherwise sets differ by the training alone.",
+                ),
+            ],
+            outputs=[Samples.Output("sample_prompts")],
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, vae: Any, prompts: str, **values: Any) -> io.NodeOutput:
+        lines = tuple(line.strip() for line in prompts.splitlines() if line.strip())
+        return io.NodeOutput(SamplePrompts(clip, vae, lines, **values))
+
+
+class LossPlot(io.ComfyNode):
+    """The course of a run as a picture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftLossPlot",
+            display_name="Loss Plot",
+            description="Draw the loss of every step, its mean, and the loss on held-out images.",
+            search_aliases=["graft", "graph", "chart", "curve"],
+            inputs=[State.Input("state")],
+            outputs=[io.Image.Output("IMAGE")],
+        )
+
+    @classmethod
+    def execute(cls, state: StateHandle) -> io.NodeOutput:
+        return io.NodeOutput(output.images([grid.plot(state)]))
+
+
+class CheckpointGrid(io.ComfyNode):
+    """A run's checkpoints beside one another, to choose by eye."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftCheckpointGrid",
+            display_name="Checkpoint Grid",
+            description="Draw the prompts with every checkpoint of a run, at one or several strengths. "
+            "Checkpoint Settings say how many are kept.",
+            search_aliases=["graft", "compare", "xy plot", "best"],
+            inputs=[
+                io.Model.Input("model", tooltip="The base, without the LoRA."),
+                State.Input("state", tooltip="Its run's checkpoints up to it are drawn."),
+                Samples.Input("sample_prompts"),
+                io.String.Input(
+                    "strengths", default="1.0", tooltip="Strengths of the LoRA, with commas: 0.5, 1.0"
+                ),
+                io.Int.Input(
+                    "checkpoints",
+                    default=6,
+                    min=1,
+                    max=100,
+                    tooltip="At most so many, evenly spread; the last one is among them.",
+                ),
+                io.String.Input("trigger", default="", tooltip="Takes the place of [trigger] in prompts."),
+            ],
+            outputs=[io.Image.Output("IMAGE")],
+        )
+
+    @classmethod
+    def execute(
+        cls, model: Any, state: StateHandle, sample_prompts: SamplePrompts, strengths: str, **values: Any
+    ) -> io.NodeOutput:
+        with progress_bar() as on_progress:
+            page = grid.checkpoint_grid(
+                model,
+                state,
+                sample_prompts,
+                grid.parse_strengths(strengths),
+                on_progress=on_progress,
+                **values,
+            )
+        return io.NodeOutput(output.images([page]))
