@@ -7,20 +7,17 @@ prefix is written with native `diffusion_model.<module path>.<suffix>` keys.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .adapters import ADAPTERS, Adapter, for_layer, method_of
-from .family import Family
+from .family import TEXT, Family, is_text
 from .state import TrainState
+from .tensor_file import TensorFile, write_tensors
 
 
 def lora_tensors(state: TrainState, family: Family, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -49,26 +46,20 @@ def lora_layers(state: TrainState, dtype: torch.dtype = torch.float32) -> dict[s
 
 
 def lora_key(path: str, family: Family) -> str:
-    """Return the file's name for the layer at a module path of the diffusion model."""
+    """Return the file's name for the layer at a module path of the diffusion model or a text encoder."""
+    if is_text(path):
+        encoder, _, inner = path.removeprefix(f"{TEXT}").partition(".transformer.")
+        return family.text_encoders[encoder] + inner.replace(".", "_")
     return family.key_prefix + path.replace(".", "_") if family.key_prefix else f"diffusion_model.{path}"
 
 
 def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a LoRA file whole or not at all: under a temporary name beside it, flushed, then renamed.
+    """Write a LoRA file whole or not at all.
 
     Raises OSError when the folder cannot be written or the disk is full; a file that was there is then
     untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    try:
-        save_file(dict(tensors), temporary, metadata=dict(metadata))
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    write_tensors(path, tensors, metadata)
 
 
 MAX_HEADER = 32 << 20
@@ -111,6 +102,13 @@ class LoraLayer:
         alpha = self.tensors.get("alpha")
         return 1.0 if alpha is None or self.rank is None else float(alpha) / self.rank
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of `product`, which is not formed for it."""
+        factors = {name: tensor.to("meta") for name, tensor in self.weights.items()}
+        rows, columns = self.method.compose(factors).flatten(1).shape
+        return rows, columns
+
     def product(self) -> Tensor:
         """Return the difference to the base weight, (out, everything else) float32; for DoRA without its
         magnitude.
@@ -137,15 +135,16 @@ def read_lora(path: Path) -> LoraFile:
     Raises ValueError naming the file and the tensor when it is no sound LoRA file, or one that no loader
     renders.
     """
-    tensors, metadata = read_tensors(path)
+    opened = TensorFile(path, largest_header=MAX_HEADER)
+    tensors = dict(opened)
+    _require_finite(path.name, tensors)
     grouped: dict[str, dict[str, Tensor]] = {}
     other: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if any(key.endswith(suffix) for suffix in PEFT_DORA):
             raise ValueError(
                 f"{path.name}: {key}: PEFT's DoRA stores the length of each output; ComfyUI ignores it and "
-                f"shows a "
-                "wrong picture. Train DoRA here instead, which is over the input axis."
+                "shows a wrong picture. Train DoRA here instead, which is over the input axis."
             )
         suffix = next((suffix for suffix in _SUFFIXES_BY_LENGTH if key.endswith(suffix)), None)
         if suffix is None:
@@ -163,44 +162,15 @@ def read_lora(path: Path) -> LoraFile:
         raise ValueError(
             f"{path.name}: no LoRA; it holds {found}. Choose a file of {', '.join(ADAPTERS)} weights."
         )
-    return LoraFile(path.name, layers, other, metadata)
+    return LoraFile(path.name, layers, other, opened.metadata)
 
 
-def read_tensors(path: Path, *, finite: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file.
-
-    Raises ValueError when it is missing, of another format, damaged, or (with `finite`) holds a value that is
-    no number.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(9)
-    except OSError as error:
-        raise ValueError(f"{path.name}: the file cannot be read ({error.strerror}).") from error
-    length = int.from_bytes(head[:8], "little")
-    if MAX_HEADER < length <= size - 8:
-        raise ValueError(
-            f"{path.name}: its header takes {length >> 20} MB, which no LoRA needs; it is damaged."
-        )
-    if length > size - 8 or head[8:] != b"{":
-        if head.startswith((b"PK", b"\x80")):
-            raise ValueError(
-                f"{path.name}: a pickle, which may run code when opened; use a .safetensors file."
-            )
-        raise ValueError(f"{path.name}: no safetensors file, or one that is cut off; download it again.")
-    try:
-        with safe_open(path, "pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no mapping
-            metadata = dict(opened.metadata() or {})
-    except (SafetensorError, OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{path.name}: the file is damaged ({error}).") from error
-    for key, tensor in tensors.items() if finite else ():
+def _require_finite(file: str, tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise ValueError(
-                f"{path.name}: {key}: holds values that are no numbers; the training of it went wrong."
+                f"{file}: {key}: holds values that are no numbers; the training of it went wrong."
             )
-    return tensors, metadata
 
 
 def _algorithm(tensors: Mapping[str, Tensor]) -> str:

@@ -121,6 +121,14 @@ def match_layers(
     Raises ValueError when none is found, or parts of one layer cannot be put together.
     """
     known = {**layer_names(specs, family), **(names or {})}
+    return match_names(file, known, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
+
+
+def match_names(file: LoraFile, known: Mapping[str, Rows], outputs: Mapping[str, int], model: str) -> Matched:
+    """Find the file's layers by their names; `outputs` holds every layer's number of outputs, in order.
+
+    Raises ValueError when none is found in `model`, or parts of one layer cannot be put together.
+    """
     parts: dict[str, list[tuple[Rows, LoraLayer]]] = {}
     unmatched = list(file.other)
     for name, layer in file.layers.items():
@@ -131,11 +139,12 @@ def match_layers(
     if not parts:
         examples = ", ".join(list(file.layers)[:3])
         raise ValueError(
-            f"{file.name}: no layer of {family.name} is called like those of the file ({examples}); was it "
+            f"{file.name}: no layer of {model} is called like those of the file ({examples}); was it "
             "trained on another kind of model?"
         )
-    order = [path for path in specs if path in parts]
-    return Matched({path: _joined(file.name, specs[path], parts[path]) for path in order}, tuple(unmatched))
+    order = [path for path in outputs if path in parts]
+    layers = {path: _joined(file.name, path, outputs[path], parts[path]) for path in order}
+    return Matched(layers, tuple(unmatched))
 
 
 def layer_names(specs: Mapping[str, LayerSpec], family: Family) -> dict[str, Rows]:
@@ -143,11 +152,14 @@ def layer_names(specs: Mapping[str, LayerSpec], family: Family) -> dict[str, Row
     PEFT."""
     names: dict[str, Rows] = {}
     for path, spec in specs.items():
-        flat = path.replace(".", "_")
-        spellings = [f"{prefix}{flat}" for prefix in ("lora_unet_", "lycoris_", "lora_transformer_")]
-        spellings += [f"{prefix}{path}" for prefix in _PREFIXES]
-        names.update(dict.fromkeys([*spellings, lora_key(path, family)], (path, 0, spec.shape[0])))
+        names.update(dict.fromkeys([*spellings(path), lora_key(path, family)], (path, 0, spec.shape[0])))
     return names
+
+
+def spellings(path: str) -> list[str]:
+    """Return the names of the network's layer at `path` in kohya, native and PEFT files."""
+    flat = path.replace(".", "_")
+    return [*(f"{prefix}{flat}" for prefix in FLAT_PREFIXES), *(f"{prefix}{path}" for prefix in PREFIXES)]
 
 
 def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
@@ -223,10 +235,10 @@ def _as_in_the_file(layer: LoraLayer) -> str:
     return f"take rank and factors from the file (rank {layer.rank}, {layer.algorithm})"
 
 
-def _joined(file: str, spec: LayerSpec, parts: list[tuple[Rows, LoraLayer]]) -> LoraLayer:
+def _joined(file: str, path: str, outputs: int, parts: list[tuple[Rows, LoraLayer]]) -> LoraLayer:
     """Return parts of a fused layer as one LoRA: the same `down` once, different ones side by side."""
-    (path, _, rows), first = parts[0]
-    if len(parts) == 1 and rows == spec.shape[0]:
+    (_, _, rows), first = parts[0]
+    if len(parts) == 1 and rows == outputs:
         return first
     names = ", ".join(layer.name for _, layer in parts)
     if any(layer.algorithm != "lora" or "mid" in layer.weights for _, layer in parts):
@@ -239,7 +251,7 @@ def _joined(file: str, spec: LayerSpec, parts: list[tuple[Rows, LoraLayer]]) -> 
     shared = all(down.shape == downs[0].shape and torch.equal(down, downs[0]) for down in downs)
     scale = first.scale if all(layer.scale == first.scale for _, layer in parts) else 1.0
     rank = downs[0].shape[0] if shared else sum(down.shape[0] for down in downs)
-    up, column = torch.zeros(spec.shape[0], rank), 0
+    up, column = torch.zeros(outputs, rank), 0
     for (_, start, count), layer in parts:
         own = layer.weights["up"].float() * (layer.scale / scale)
         if own.shape[0] != count:
@@ -281,7 +293,10 @@ def _most(values: Mapping[str, Any]) -> Any:
     return Counter(values.values()).most_common(1)[0][0]
 
 
-_PREFIXES = (
+FLAT_PREFIXES = ("lora_unet_", "lycoris_", "lora_transformer_")
+"""Before a module path with underscores for dots, in kohya's files."""
+
+PREFIXES = (
     "diffusion_model.",
     "model.diffusion_model.",
     "base_model.model.",

@@ -1,22 +1,18 @@
-"""Merge, extract, resize, convert and inspect, and what they refuse."""
+"""What merge, extract, resize, convert and inspect compute, and what they refuse."""
 
 from __future__ import annotations
 
-import json
-import logging
+import tracemalloc
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from graft.training.cli import main
-from graft.training.lora_file import read_lora
 from graft.training.tools.convert import convert
 from graft.training.tools.extract import extract
 from graft.training.tools.inspect import inspect, text
 from graft.training.tools.low_rank import best_factors, best_of_product
-from graft.training.tools.merge import AlreadyMerged, NotMerged, merge, merged_weight, unmerge
+from graft.training.tools.merge import AlreadyMerged, merge_files, merged_weight
 from graft.training.tools.resize import resize
 
 from .files import NAMES, PREFIX, checkpoint, lora_file, lora_path, lora_tensors, weight_differences
@@ -29,64 +25,100 @@ def assert_equal(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_merging_adds_the_difference_and_touches_nothing_else(tmp_path):
-    base, differences = checkpoint(), weight_differences(lora_tensors())
-    merged = merge(base, lora_file(tmp_path), strength=0.5).weights
-    for key, weight in base.items():
-        assert torch.allclose(merged[key], weight + 0.5 * differences.get(key, torch.zeros(())), atol=1e-6)
-    assert_equal(base, checkpoint())
+def saved(folder, weights, name="base", metadata=None):
+    path = folder / f"{name}.safetensors"
+    save_file(weights, path, metadata)
+    return path
+
+
+def merged_with(folder, weights, lora, strength=1.0):
+    """The weights of the checkpoint that merging writes, and the report."""
+    output = folder / "merged.safetensors"
+    report = merge_files(saved(folder, weights), [(lora, strength)], output)
+    return load_file(output), report
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_unmerging_gives_back_the_very_same_weights(tmp_path, dtype):
+def test_merging_adds_the_difference_and_touches_nothing_else(tmp_path, dtype):
     base = {key: weight.to(dtype) for key, weight in checkpoint().items()}
-    file = lora_file(tmp_path)
-    merged = merge(base, file)
-    assert merged.weights[QKV].dtype == dtype and not torch.equal(merged.weights[QKV], base[QKV])
-    assert_equal(unmerge(merged, file).weights, base)
+    differences = weight_differences(lora_tensors())
+    merged, _ = merged_with(tmp_path, base, lora_path(tmp_path), 0.5)
+    assert merged.keys() == base.keys()
+    for key, weight in base.items():
+        expected = weight.float() + 0.5 * differences[key] if key in differences else weight
+        assert torch.allclose(merged[key], expected.to(dtype), atol=1e-6)
+        assert key in differences or torch.equal(merged[key], weight)
 
 
-def test_two_loras_are_unmerged_in_reverse(tmp_path):
-    base, first = checkpoint(), lora_file(tmp_path, name="first")
-    second = lora_file(tmp_path, lora_tensors(seed=2), "second")
-    both = merge(merge(base, first), second)
-    with pytest.raises(NotMerged, match="another LoRA was merged after it; unmerge that one first"):
-        unmerge(both, first)
-    assert_equal(unmerge(unmerge(both, second), first).weights, base)
+def test_several_loras_are_merged_in_one_go(tmp_path):
+    first, second = lora_path(tmp_path), lora_path(tmp_path, lora_tensors(seed=2), "second")
+    base, output = checkpoint(), tmp_path / "out.safetensors"
+    merge_files(saved(tmp_path, base), [(first, 1.0), (second, -0.5)], output)
+    a, b = weight_differences(lora_tensors()), weight_differences(lora_tensors(seed=2))
+    assert torch.allclose(load_file(output)[QKV], base[QKV] + a[QKV] - 0.5 * b[QKV], atol=1e-5)
 
 
-def test_merging_twice_and_unmerging_what_is_not_there_are_errors(tmp_path):
-    base, file = checkpoint(), lora_file(tmp_path)
-    with pytest.raises(
-        AlreadyMerged, match="lora.safetensors: already merged into these weights; unmerge it first"
-    ):
-        merge(merge(base, file), file)
-    with pytest.raises(NotMerged, match="lora.safetensors: not merged into these weights"):
-        unmerge(base, file)
-    with pytest.raises(NotMerged):
-        unmerge(unmerge(merge(base, file), file), file)
+def test_a_checkpoint_remembers_what_was_merged_into_it(tmp_path):
+    base, lora, once = saved(tmp_path, checkpoint()), lora_path(tmp_path), tmp_path / "once.safetensors"
+    merge_files(base, [(lora, 1.0)], once)
+    renamed = lora_path(tmp_path, name="renamed")
+    with pytest.raises(AlreadyMerged, match="renamed.safetensors: already merged into once.safetensors"):
+        merge_files(once, [(renamed, 1.0)], tmp_path / "twice.safetensors")
+    with pytest.raises(AlreadyMerged, match="already merged"):
+        merge_files(base, [(lora, 1.0), (renamed, 1.0)], tmp_path / "twice.safetensors")
+    assert not (tmp_path / "twice.safetensors").exists()
 
 
 def test_a_weight_of_eight_bits_is_not_merged_into(tmp_path):
     base = checkpoint()
     base[QKV] = base[QKV].to(torch.float8_e4m3fn)
-    with pytest.raises(
-        ValueError, match=f"{QKV}: a weight of type torch.float8_e4m3fn would round the LoRA away"
-    ):
-        merge(base, lora_file(tmp_path))
+    with pytest.raises(ValueError, match=f"{QKV}: a weight of type torch.float8_e4m3fn would round"):
+        merged_with(tmp_path, base, lora_path(tmp_path))
+    assert not (tmp_path / "merged.safetensors").exists()
 
 
-def test_keys_without_a_weight_are_listed_and_none_at_all_is_an_error(tmp_path, caplog):
-    file = lora_file(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        merge({QKV: checkpoint()[QKV]}, file)
-    assert "lora_unet_conv_in.lora_up.weight" in caplog.text
-    with pytest.raises(ValueError, match="no layer of"):
-        merge({"other.weight": torch.ones(3, 3)}, file)
-    with pytest.raises(
-        ValueError, match="made for 24 outputs of 8 weights, but .* has 24 of 6; choose the base"
-    ):
-        merge({QKV: torch.ones(24, 6)}, file)
+def test_keys_without_a_weight_are_listed_and_none_at_all_is_an_error(tmp_path):
+    lora = lora_path(tmp_path)
+    _, report = merged_with(tmp_path, {QKV: checkpoint()[QKV]}, lora)
+    assert "lora_unet_conv_in.lora_up.weight" in report
+    with pytest.raises(ValueError, match="no layer of the base is called like"):
+        merged_with(tmp_path, {"other.weight": torch.ones(3, 3)}, lora)
+    with pytest.raises(ValueError, match="for 24 outputs of 8 weights, but .* has 24 of 6; choose the base"):
+        merged_with(tmp_path, {QKV: torch.ones(24, 6)}, lora)
+
+
+def test_openclip_weights_of_a_checkpoint_are_found_by_their_kohya_names(tmp_path):
+    layer = "conditioner.embedders.1.model.transformer.resblocks.3."
+    shapes = {"attn.in_proj_weight": (24, 8), "mlp.c_fc.weight": (12, 8)}
+    base = {layer + name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors, down = {}, torch.randn(2, 8)
+    for name, rows in (("self_attn_k_proj", 8), ("mlp_fc1", 12)):
+        tensors[f"lora_te2_text_model_encoder_layers_3_{name}.lora_up.weight"] = torch.ones(rows, 2)
+        tensors[f"lora_te2_text_model_encoder_layers_3_{name}.lora_down.weight"] = down.clone()
+    merged, report = merged_with(tmp_path, base, lora_path(tmp_path, tensors))
+    moved = {key: merged[key] - base[key] for key in base}
+    expected = torch.ones(24, 2) @ down
+    assert "left out" not in report
+    assert torch.allclose(moved[f"{layer}attn.in_proj_weight"][8:16], expected[:8], atol=1e-6)
+    others = (*moved[f"{layer}attn.in_proj_weight"][:8], *moved[f"{layer}attn.in_proj_weight"][16:])
+    assert not any(row.any() for row in others)
+    assert torch.allclose(moved[f"{layer}mlp.c_fc.weight"], expected[:12], atol=1e-6)
+
+
+def test_merging_holds_one_weight_at_a_time(tmp_path):
+    base = {f"blocks.{n}.weight": torch.full((256, 1024), float(n)) for n in range(16)}  # 1 MB each
+    tensors = {}
+    for n in range(8):
+        tensors[f"blocks.{n}.lora_up.weight"] = torch.ones(256, 1)
+        tensors[f"blocks.{n}.lora_down.weight"] = torch.ones(1, 1024)
+    path, lora = saved(tmp_path, base), lora_path(tmp_path, tensors)
+    tracemalloc.start()
+    try:
+        merge_files(path, [(lora, 1.0)], tmp_path / "merged.safetensors")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert (load_file(tmp_path / "merged.safetensors")["blocks.7.weight"] == 8).all()
 
 
 def test_dora_is_merged_by_its_formula(tmp_path):
@@ -107,14 +139,15 @@ def tuned(dtype=torch.float32):
 
 def test_extracting_at_full_rank_gives_the_whole_difference(tmp_path):
     base, other = tuned()
-    rebuilt = merge(base, lora_file(tmp_path, extract(base, other, rank=1000))).weights
+    lora = lora_path(tmp_path, extract(base, other, rank=1000)[0])
+    rebuilt, _ = merged_with(tmp_path, base, lora)
     for key in (f"{key}.weight" for key in NAMES):
         assert (rebuilt[key] - other[key]).abs().max() < 1e-5
 
 
 def test_extracting_by_energy_keeps_that_much_of_every_layer():
     base, other = tuned()
-    tensors = extract(base, other, energy=0.9)
+    tensors, _ = extract(base, other, energy=0.9)
     for key, difference in weight_differences(tensors).items():
         total = (other[key] - base[key]).square().sum()
         left = (other[key] - base[key] - difference).square().sum()
@@ -124,12 +157,21 @@ def test_extracting_by_energy_keeps_that_much_of_every_layer():
         assert s[: rank - 1].sum() < 0.9 * total
 
 
-def test_what_a_lora_cannot_hold_is_listed_when_extracting(caplog):
-    base, other = tuned()
-    with caplog.at_level(logging.WARNING):
-        names = {name.rsplit(".lora", 1)[0] for name in extract(base, other, rank=2) if "lora_up" in name}
-    assert names == set(NAMES.values())
-    assert "first_stage_model.conv.weight" in caplog.text and "blocks.0.norm.weight" in caplog.text
+def test_what_a_lora_cannot_hold_is_listed_when_extracting():
+    tensors, left_out = extract(*tuned(), rank=2)
+    assert {name.rsplit(".lora", 1)[0] for name in tensors if "lora_up" in name} == set(NAMES.values())
+    assert set(left_out) == {"first_stage_model.conv.weight", f"{PREFIX}blocks.0.norm.weight"}
+
+
+def test_a_fused_openclip_layer_is_extracted_part_by_part():
+    key = "conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight"
+    base, moved = {key: torch.randn(24, 8)}, torch.zeros(24, 8)
+    moved[16:] = torch.randn(8, 8)
+    tensors, _ = extract(base, {key: base[key] + moved}, rank=8)
+    name = "lora_te2_text_model_encoder_layers_0_self_attn_v_proj"
+    assert {key.split(".")[0] for key in tensors} == {name}
+    product = tensors[f"{name}.lora_up.weight"] @ tensors[f"{name}.lora_down.weight"]
+    assert torch.allclose(product, moved[16:], atol=1e-5)
 
 
 def test_models_that_cannot_be_compared_are_refused():
@@ -180,7 +222,7 @@ def test_resizing_makes_a_lora_of_loha_and_lokr(tmp_path):
         "b.lokr_w2": draw(4, 5),
     }
     file = lora_file(tmp_path, tensors)
-    small = lora_file(tmp_path, resize(file, rank=6), "resized")
+    small = lora_file(tmp_path, resize(file, rank=8), "resized")  # a Kronecker product has the ranks' product
     for name in "ab":
         assert small.layers[name].algorithm == "lora"
         assert torch.allclose(small.layers[name].product(), file.layers[name].product(), atol=1e-5)
@@ -194,11 +236,16 @@ def test_the_product_of_factors_is_approximated_as_the_matrix_itself():
         assert a.shape == c.shape and torch.allclose(a @ b, c @ d, atol=1e-4)
 
 
+def shapes(weights):
+    return {key: tuple(weight.shape) for key, weight in weights.items()}
+
+
+@pytest.mark.parametrize("with_base", [True, False])
 @pytest.mark.parametrize("layout", ["kohya", "native", "peft"])
-def test_a_round_trip_through_every_layout_is_lossless(tmp_path, layout):
-    file, base = lora_file(tmp_path), checkpoint()
-    there = lora_file(tmp_path, convert(file, layout, weights=base), "there")
-    back = convert(there, "kohya", weights=base)
+def test_a_round_trip_through_every_layout_is_lossless(tmp_path, layout, with_base):
+    file, base = lora_file(tmp_path), shapes(checkpoint())
+    there = lora_file(tmp_path, convert(file, layout, shapes=base), "there")
+    back = convert(there, "kohya", shapes=base if with_base else None)
     original = lora_tensors()
     if layout == "peft":  # holds no alpha: it is in the factors, and these are those of a file at strength 1
         differences = weight_differences(back)
@@ -207,37 +254,80 @@ def test_a_round_trip_through_every_layout_is_lossless(tmp_path, layout):
         assert_equal(back, original)
 
 
+SD3 = {
+    "joint_blocks.0.x_block.attn.qkv": (96, 32),
+    "joint_blocks.0.context_block.attn.proj": (32, 32),
+    "joint_blocks.0.x_block.mlp.fc1": (128, 32),
+    "final_layer.adaLN_modulation.1": (64, 32),
+}
+FLUX = {
+    "double_blocks.0.img_attn.qkv": (96, 32),
+    "single_blocks.0.linear1": (96 + 128, 32),
+    "single_blocks.0.linear2": (32, 160),
+}
+UNET = {
+    "input_blocks.1.1.transformer_blocks.0.attn1.to_q": (32, 32),
+    "middle_block.0.in_layers.2": (32, 32, 3, 3),
+}
+
+
+@pytest.mark.parametrize("network", [SD3, FLUX, UNET], ids=["sd3", "flux", "unet"])
+def test_a_round_trip_through_diffusers_is_lossless(tmp_path, network):
+    base = {f"model.diffusion_model.{path}.weight": shape for path, shape in network.items()}
+    tensors = {}
+    for path, shape in network.items():
+        name = f"lora_unet_{path.replace('.', '_')}"
+        tensors[f"{name}.lora_down.weight"] = torch.randn(4, *shape[1:])
+        tensors[f"{name}.lora_up.weight"] = torch.randn(shape[0], 4, *(1,) * len(shape[2:]))
+        tensors[f"{name}.alpha"] = torch.tensor(2.0)
+    file = lora_file(tmp_path, tensors)
+    diffusers = convert(file, "diffusers", shapes=base)
+    assert all(key.startswith(("transformer.", "unet.")) for key in diffusers)
+    back = lora_file(tmp_path, convert(lora_file(tmp_path, diffusers, "d"), "kohya", shapes=base), "back")
+    assert back.layers.keys() == file.layers.keys()
+    for name, layer in file.layers.items():
+        assert torch.equal(back.layers[name].product(), layer.product()), name
+
+
 def test_names_in_every_layout(tmp_path):
-    file, base = lora_file(tmp_path), checkpoint()
-    native = convert(file, "native", weights=base)
+    file, base = lora_file(tmp_path), shapes(checkpoint())
+    native = convert(file, "native", shapes=base)
     assert torch.equal(
         native["diffusion_model.blocks.0.attn.qkv.lora_A.weight"],
         lora_tensors()["lora_unet_blocks_0_attn_qkv.lora_down.weight"],
     )
     assert "diffusion_model.blocks.0.attn.qkv.alpha" in native
-    peft = convert(file, "peft", weights=base)
-    assert "base_model.model.blocks.1.mlp.0.lora_B.weight" in peft and not any(
-        "alpha" in name for name in peft
-    )
+    fc1 = "text_model.encoder.layers.0.mlp.fc1"
+    assert f"text_encoders.clip_l.transformer.{fc1}.lora_A.weight" in native
+    peft = convert(file, "peft", shapes=base)
+    assert "base_model.model.blocks.1.mlp.0.lora_B.weight" in peft
+    assert f"text_encoder.{fc1}.lora_B.weight" in peft and not any("alpha" in name for name in peft)
 
 
-def test_native_names_become_kohyas_without_a_base(tmp_path):
-    native = lora_file(tmp_path, convert(lora_file(tmp_path), "native", weights=checkpoint()), "native")
-    names = set(convert(native, "kohya"))
-    assert "lora_unet_blocks_0_attn_qkv.lora_up.weight" in names
+def test_the_text_encoder_of_sd1_keeps_its_own_kohya_name(tmp_path):
+    layer = "text_model.encoder.layers.0.mlp.fc1"
+    tensors = {f"text_encoder.{layer}.lora_{side}.weight": torch.ones(3, 3) for side in "AB"}
+    file, sd1 = lora_file(tmp_path, tensors), {f"cond_stage_model.transformer.{layer}.weight": (3, 3)}
+    for base, prefix in ((sd1, "lora_te_"), (None, "lora_te1_")):
+        assert f"{prefix}{layer.replace('.', '_')}.alpha" in convert(file, "kohya", shapes=base)
 
 
 def test_converting_says_what_is_missing(tmp_path):
-    file = lora_file(tmp_path)
-    with pytest.raises(
-        ValueError, match="where the dots were is not written .* give a checkpoint of its base"
-    ):
-        convert(file, "native")
-    with pytest.raises(ValueError, match="choose one of kohya, native, peft"):
+    file, base = lora_file(tmp_path), shapes(checkpoint())
+    for layout in ("native", "peft", "diffusers"):
+        with pytest.raises(ValueError, match="give a checkpoint of (its|the) base"):
+            convert(file, layout)
+    with pytest.raises(ValueError, match="does not know what diffusers calls the layers"):
+        convert(file, "diffusers", shapes=base)
+    with pytest.raises(ValueError, match="choose one of kohya, native, peft, diffusers"):
         convert(file, "diffuser")
     lokr = lora_file(tmp_path, {"a.lokr_w1": torch.ones(2, 2), "a.lokr_w2": torch.ones(2, 2)}, "lokr")
-    with pytest.raises(ValueError, match="PEFT has no place for lokr"):
+    with pytest.raises(ValueError, match="peft has no place for lokr"):
         convert(lokr, "peft")
+    with pytest.raises(ValueError, match="the base has no layer for lora_unet_conv_in.alpha"):
+        convert(file, "native", shapes={key: shape for key, shape in base.items() if "conv_in" not in key})
+    with pytest.raises(ValueError, match="made for 24 outputs of 8 weights, but .* has 24 of 9"):
+        convert(file, "native", shapes={**base, QKV: (24, 9)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -263,33 +353,3 @@ def test_a_report_says_rank_strength_norms_and_base(tmp_path):
         "lora_unet_blocks_0",
     ):
         assert part in text(report)
-
-
-def test_the_commands_work_on_files(tmp_path, capsys):
-    base, other = tuned()
-    save_file(base, tmp_path / "base.safetensors", {"format": "pt"})
-    save_file(other, tmp_path / "tuned.safetensors")
-    lora = str(lora_path(tmp_path))
-    at = {
-        name: str(tmp_path / f"{name}.safetensors")
-        for name in ("base", "tuned", "out", "small", "peft", "merged")
-    }
-    assert main(["extract", at["base"], at["tuned"], "-o", at["out"], "--rank", "3", "--dtype", "fp32"]) == 0
-    assert read_lora(tmp_path / "out.safetensors").layers["lora_unet_conv_in"].rank == 3
-    assert main(["resize", lora, "-o", at["small"], "--rank", "2"]) == 0
-    assert read_lora(tmp_path / "small.safetensors").layers["lora_unet_conv_in"].rank == 2
-    assert main(["convert", lora, "-o", at["peft"], "--layout", "peft", "--base", at["base"]]) == 0
-    assert main(["merge", at["base"], lora, "-o", at["merged"]]) == 0
-    assert_equal(load_file(at["merged"]), dict(merge(base, read_lora(tmp_path / "lora.safetensors")).weights))
-    with safe_open(at["merged"], "pt") as merged:
-        assert merged.metadata()["format"] == "pt"
-    assert main(["merge", at["merged"], lora, "-o", at["out"]]) == 2
-    assert "already merged into merged.safetensors" in capsys.readouterr().err
-    assert main(["inspect", lora, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"] == 4
-
-
-def test_a_command_on_a_broken_file_is_one_line(tmp_path, capsys):
-    (tmp_path / "x.safetensors").write_bytes(b"no")
-    assert main(["inspect", str(tmp_path / "x.safetensors")]) == 2
-    assert capsys.readouterr().err.startswith("graft inspect: x.safetensors: no safetensors file")

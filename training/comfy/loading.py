@@ -4,8 +4,6 @@ files.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ import comfy.utils
 import folder_paths
 
 from ..memory.precision import DTYPES
+from ..tensor_file import TensorFile
 
 FROM_CHECKPOINT = "from checkpoint"
-LARGEST_HEADER = 100_000_000
 
 CLIP_TYPES: Mapping[str, str] = {
     "SD3": "SD3",
@@ -92,37 +90,12 @@ def require_safetensors(path: Path) -> list[str]:
     Raises ValueError for pickles, truncated files, oversized headers and offsets that overlap or leave the
     file.
     """
-    if path.suffix not in (".safetensors", ".sft"):
+    if path.suffix not in (".safetensors", ".sft"):  # by which ComfyUI decides how to open a file
         raise ValueError(
             f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code "
-            f"when opened. "
-            "Convert it to .safetensors first."
+            "when opened. Convert it to .safetensors first."
         )
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"its header claims {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        spans = sorted(
-            tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"
-        )
-        end = 0
-        for first, last in spans:
-            if first != end or last < first:
-                raise ValueError("its tensors overlap or leave gaps")
-            end = last
-        if end != size - 8 - length:
-            raise ValueError(
-                f"it holds {size - 8 - length} bytes of tensors and should hold {end}: the file is cut off"
-            )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path.name}: not a readable .safetensors file ({error}); download it again."
-        ) from error
-    return [name for name in header if name != "__metadata__"]
+    return list(TensorFile(path))
 
 
 def _load(path: Path, load: Any) -> Any:

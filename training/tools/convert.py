@@ -1,117 +1,176 @@
 """Convert a LoRA between layouts and number formats: names and factors change, what it computes does not.
 
-| layout | name of a layer | factors | alpha |
-| kohya  | lora_unet_<path with underscores> | lora_down, lora_up | kept |
-| native | diffusion_model.<path> | lora_A, lora_B | kept |
-| peft   | base_model.model.<path> | lora_A, lora_B | multiplied into lora_B |
+| layout    | name of a layer                       | factors            | alpha                   |
+| kohya     | lora_unet_<path with underscores>     | lora_down, lora_up | kept                    |
+| native    | diffusion_model.<path>                | lora_A, lora_B     | kept                    |
+| peft      | base_model.model.<path>               | lora_A, lora_B     | multiplied into lora_B  |
+| diffusers | <transformer or unet>.<its own path>  | lora_A, lora_B     | multiplied into lora_B  |
+
+Text encoders keep their layers' paths in all of them (`names.TEXT_ENCODERS`).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..lora_file import LoraFile, LoraLayer, read_lora, read_tensors, write_lora
+from ..formats import to_diffusers
+from ..lora_file import LoraFile, LoraLayer, read_lora, write_lora
 from ..memory.precision import DTYPES
-from .names import TEXT_ENCODERS, match_weights, split_key
-
-LAYOUTS = ("kohya", "native", "peft")
-
-_UNDERSCORED = (
-    "lora_unet_",
-    "lora_te_",
-    "lora_te1_",
-    "lora_te2_",
-    "lora_te3_",
-    "lycoris_",
-    "lora_transformer_",
+from ..start import FLAT_PREFIXES, PREFIXES
+from ..tensor_file import TensorFile
+from .files import check_output, unmatched_lines
+from .names import (
+    TEXT_ENCODERS,
+    Shapes,
+    export_family,
+    match_weights,
+    network_shapes,
+    places,
+    text_encoder_layer,
 )
-_DOTTED = (
-    "base_model.model.diffusion_model.",
-    "base_model.model.",
-    "diffusion_model.",
+
+LAYOUTS = ("kohya", "native", "peft", "diffusers")
+
+AMBIGUOUS = (
     "transformer.",
     "unet.",
+    *(
+        f"{prefix}{block}"
+        for prefix in ("base_model.model.", "diffusion_model.", "")
+        for block in (
+            "transformer_blocks.",
+            "single_transformer_blocks.",
+            "down_blocks.",
+            "up_blocks.",
+            "mid_block.",
+        )
+    ),
 )
+"""Names that may be diffusers' or the model's own."""
 
 
 def convert(
-    file: LoraFile,
-    layout: str,
-    *,
-    dtype: torch.dtype | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    file: LoraFile, layout: str, *, dtype: torch.dtype | None = None, shapes: Shapes | None = None
 ) -> dict[str, Tensor]:
     """Return the file's tensors in `layout` and `dtype` (None: as they are).
 
-    kohya's underscores cannot be read back without the model's own names: `weights` is a checkpoint that has
-    them. Raises ValueError when they are needed and missing, or the layout cannot hold a layer.
+    What the names in a file stand for cannot always be read from them: `shapes` are those of a checkpoint of
+    its base. Raises ValueError when they are needed and missing, or the layout cannot hold a layer.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
-    tensors = {key: tensor if dtype is None else tensor.to(dtype) for key, tensor in file.other.items()}
-    for name, layer in _named(file, layout, weights).items():
-        for suffix, tensor in _spelled(layer, layout, f"{file.name}: {layer.name}").items():
-            small = dtype is None or suffix == ".alpha"
-            tensors[f"{name}{suffix}"] = (tensor if small else tensor.to(dtype)).contiguous()
+    encoders = {name: found for name in file.layers if (found := text_encoder_layer(name))}
+    network = {name: layer for name, layer in file.layers.items() if name not in encoders}
+    converted = dict(file.other)
+    for name, (part, path) in encoders.items():
+        converted.update(_spelled(_encoder_name(part, path, layout, shapes), file.layers[name], layout))
+    if network:
+        converted.update(_network(dataclasses.replace(file, layers=network, other={}), layout, shapes))
+    if dtype is None:
+        return converted
+    kept = (".alpha",)  # a number, not a weight
+    return {key: tensor if key.endswith(kept) else tensor.to(dtype) for key, tensor in converted.items()}
+
+
+def convert_file(
+    lora: Path, output: Path, layout: str, *, dtype: torch.dtype | None = None, base: Path | None = None
+) -> str:
+    """Write `lora` in another layout; return a report. See `convert`."""
+    check_output(output, [lora, *([base] if base else [])])
+    file = read_lora(lora)
+    shapes = {key: entry.shape for key, entry in TensorFile(base).entries.items()} if base else None
+    write_lora(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
+    report = f"{output.name}: {len(file.layers)} layers in {layout} layout"
+    return "\n".join([report, *unmatched_lines(list(file.other))])
+
+
+def _network(file: LoraFile, layout: str, shapes: Shapes | None) -> dict[str, Tensor]:
+    """Return the network's layers in `layout`."""
+    if shapes is None:
+        if layout == "diffusers":
+            raise ValueError(
+                f"{file.name}: diffusers names layers its own way; give a checkpoint of the base."
+            )
+        layers = {_path_in(file.name, name, layout): layer for name, layer in file.layers.items()}
+    else:
+        matched = match_weights(file, shapes)
+        if matched.unmatched:
+            raise ValueError(f"{file.name}: the base has no layer for {', '.join(matched.unmatched)}.")
+        layers = {places(key, shapes[key])[0].path: layer for key, layer in matched.layers.items()}
+        if layout == "diffusers":
+            return _to_diffusers(file.name, layers, network_shapes(shapes))
+    tensors: dict[str, Tensor] = {}
+    for path, layer in layers.items():
+        flat = f"lora_unet_{path.replace('.', '_')}"
+        name = {"kohya": flat, "native": f"diffusion_model.{path}", "peft": f"base_model.model.{path}"}[
+            layout
+        ]
+        tensors.update(_spelled(name, layer, layout))
     return tensors
 
 
-def _named(file: LoraFile, layout: str, weights: Mapping[str, Tensor] | None) -> dict[str, LoraLayer]:
-    if weights is not None:
-        layers, unmatched = match_weights(file, weights)
-        if unmatched:
-            raise ValueError(f"{file.name}: the base has no layer for {', '.join(unmatched)}.")
-        paths = {key: split_key(key) or ("", key) for key in layers}
-        return {_name(*paths[key], layout): layer for key, layer in layers.items()}
-    if layout == "kohya":
-        return {_underscored(name): layer for name, layer in file.layers.items()}
-    if found := [name for name in file.layers if name.startswith(_UNDERSCORED)]:
+def _path_in(file: str, name: str, layout: str) -> str:
+    """Return the layer's path as far as its name tells, with underscores where `layout` has them anyway."""
+    flat = next((prefix for prefix in FLAT_PREFIXES if name.startswith(prefix)), None)
+    if name.startswith(AMBIGUOUS) or (flat and layout != "kohya"):
         raise ValueError(
-            f"{file.name}: {found[0]}: where the dots were is not written in the file; give a checkpoint of "
-            "its base (--base)."
+            f"{file}: {name}: which layer of the model that is cannot be told from the name; "
+            "give a checkpoint of its base."
         )
-    return {_name("", _bare(name), layout): layer for name, layer in file.layers.items()}
+    if flat:
+        return name.removeprefix(flat)
+    known = sorted(PREFIXES, key=len, reverse=True)
+    return next(name.removeprefix(prefix) for prefix in known if name.startswith(prefix))
 
 
-def _name(prefix: str, path: str, layout: str) -> str:
-    encoder = TEXT_ENCODERS.get(prefix)
+def _to_diffusers(file: str, layers: Mapping[str, LoraLayer], own: Shapes) -> dict[str, Tensor]:
+    family = export_family(own)
+    if family is None:
+        raise ValueError(
+            f"{file}: Graft does not know what diffusers calls the layers of this base; use peft."
+        )
+    return to_diffusers({path: _plain(layer) for path, layer in layers.items()}, family)
+
+
+def _plain(layer: LoraLayer) -> dict[str, Tensor]:
+    tensors = dict(layer.tensors)
+    if "lora_up.weight" in tensors:
+        tensors["lora_up.weight"] = tensors["lora_up.weight"].flatten(1)
+    return tensors
+
+
+def _encoder_name(part: str, path: str, layout: str, shapes: Shapes | None) -> str:
+    encoder = TEXT_ENCODERS[part]
     if layout == "kohya":
-        return (encoder[0] if encoder else "lora_unet_") + path.replace(".", "_")
-    if encoder:
-        return f"{prefix}{path}" if layout == "native" else f"text_encoder.{path}"
-    return f"{'diffusion_model' if layout == 'native' else 'base_model.model'}.{path}"
+        first = any(key.startswith("cond_stage_model.") for key in shapes or ())  # SD1 and SD2 have only one
+        return ("lora_te_" if first else encoder.kohya[0]) + path.replace(".", "_")
+    return f"{encoder.native if layout == 'native' else encoder.peft}{path}"
 
 
-def _underscored(name: str) -> str:
-    return name if name.startswith(_UNDERSCORED) else f"lora_unet_{_bare(name).replace('.', '_')}"
-
-
-def _bare(name: str) -> str:
-    return next((name.removeprefix(prefix) for prefix in _DOTTED if name.startswith(prefix)), name)
-
-
-def _spelled(layer: LoraLayer, layout: str, where: str) -> dict[str, Tensor]:
-    tensors = {f".{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+def _spelled(name: str, layer: LoraLayer, layout: str) -> dict[str, Tensor]:
+    """Return a layer's tensors under `name`, with the suffixes of `layout`."""
+    tensors = dict(layer.tensors)
     if layout == "kohya":
-        if "alpha" not in layer.tensors and layer.rank is not None:
-            tensors[".alpha"] = torch.tensor(float(layer.rank))
-        return tensors
-    if layer.algorithm == "lora" and "mid" not in layer.weights:
-        down, up = tensors.pop(".lora_down.weight"), tensors.pop(".lora_up.weight")
-        if layout == "peft":
-            tensors.pop(".alpha", None)
+        if "alpha" not in tensors and layer.rank is not None:
+            tensors["alpha"] = torch.tensor(float(layer.rank))
+    elif layer.algorithm == "lora" and "lora_mid.weight" not in tensors:
+        down, up = tensors.pop("lora_down.weight"), tensors.pop("lora_up.weight")
+        if layout != "native":
+            tensors.pop("alpha", None)
             up = up if layer.scale == 1 else (up.float() * layer.scale).to(up.dtype)
-        return {".lora_A.weight": down, ".lora_B.weight": up, **tensors}
-    if layout == "peft":
+        tensors = {"lora_A.weight": down, "lora_B.weight": up, **tensors}
+    elif layout != "native":
         raise ValueError(
-            f"{where}: PEFT has no place for {layer.algorithm} in this form; keep kohya or native."
+            f"{layer.name}: {layout} has no place for {layer.algorithm} in this form; keep kohya or "
+            "native, or make a LoRA of it with resize."
         )
-    return tensors
+    return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +182,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    file = read_lora(args.lora)
-    weights = read_tensors(args.base, finite=False)[0] if args.base else None
     dtype = DTYPES[args.dtype] if args.dtype else None
-    tensors = convert(file, args.layout, dtype=dtype, weights=weights)
-    write_lora(args.output, tensors, file.metadata)
-    print(f"{args.output.name}: {len(file.layers)} layers as {args.layout}")
+    print(convert_file(args.lora, args.output, args.layout, dtype=dtype, base=args.base))

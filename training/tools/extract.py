@@ -4,19 +4,19 @@ for."""
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..lora_file import read_tensors, write_lora
+from ..lora_file import write_lora
 from ..memory.precision import DTYPES
+from ..model import OnProgress
+from ..tensor_file import TensorFile
+from .files import check_output, no_progress, unmatched_lines
 from .low_rank import best_factors, check_size
-from .names import kohya_name
-
-log = logging.getLogger(__name__)
+from .names import NETWORK, TEXT_ENCODERS, places
 
 
 def extract(
@@ -26,41 +26,93 @@ def extract(
     rank: int | None = None,
     energy: float | None = None,
     dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
-    """Return a kohya LoRA whose products are the best approximations of tuned - base; alpha = rank.
+    device: torch.device | None = None,
+    on_progress: OnProgress = no_progress,
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return a kohya LoRA whose products are the best approximations of tuned - base, with alpha = rank, and
+    the keys whose difference no LoRA can hold (biases, norms, the VAE).
 
-    Differences that no LoRA can hold (biases, norms, the VAE) are logged. Raises ValueError when the models
-    differ in shape, share no weight, or do not differ at all.
+    Two weights are read at a time; `device` computes. Raises ValueError when the models differ in shape,
+    share no weight, or do not differ at all.
     """
     check_size(rank, energy)
     shared = [key for key in base if key in tuned]
     if not shared:
         raise ValueError("the two models have no weight in common; give two checkpoints of the same kind.")
     tensors: dict[str, Tensor] = {}
-    left_out = []
-    for key in shared:
-        if base[key].shape != tuned[key].shape:
+    left_out: list[str] = []
+    for number, key in enumerate(shared):
+        on_progress(number, len(shared), key)
+        before, after = base[key], tuned[key]
+        if before.shape != after.shape:
             raise ValueError(
-                f"{key}: shape {tuple(base[key].shape)} in the base and {tuple(tuned[key].shape)} in the "
-                "tuned model."
+                f"{key}: shape {tuple(before.shape)} in the base and {tuple(after.shape)} in the tuned model."
             )
-        if not base[key].is_floating_point() or torch.equal(base[key], tuned[key].to(base[key].dtype)):
+        if not before.is_floating_point() or torch.equal(before, after.to(before.dtype)):
             continue
-        name = kohya_name(key)
-        if name is None or base[key].ndim < 2:
+        layers = places(key, tuple(before.shape))
+        if not layers:
             left_out.append(key)
-            continue
-        difference = tuned[key].float() - base[key].float()
-        up, down = best_factors(difference.flatten(1), rank=rank, energy=energy)
-        kernel = (1,) * (difference.ndim - 2)
-        tensors[f"{name}.lora_up.weight"] = up.reshape(*up.shape, *kernel).to(dtype)
-        tensors[f"{name}.lora_down.weight"] = down.reshape(-1, *difference.shape[1:]).to(dtype)
-        tensors[f"{name}.alpha"] = torch.tensor(float(up.shape[1]))
-    if left_out:
-        log.warning("Graft: %d differences that a LoRA cannot hold: %s", len(left_out), ", ".join(left_out))
+        difference = after.to(device, torch.float32) - before.to(device, torch.float32)
+        for place in layers:
+            name = (TEXT_ENCODERS[place.part].kohya[0] if place.part != NETWORK else "lora_unet_") + (
+                place.path.replace(".", "_")
+            )
+            part = difference[place.first : place.first + place.rows]
+            if not part.any():
+                continue
+            up, down = best_factors(part.flatten(1), rank=rank, energy=energy)
+            tensors[f"{name}.lora_up.weight"] = up.reshape(*up.shape, *(1,) * (part.ndim - 2)).to(
+                "cpu", dtype
+            )
+            tensors[f"{name}.lora_down.weight"] = down.reshape(-1, *part.shape[1:]).to("cpu", dtype)
+            tensors[f"{name}.alpha"] = torch.tensor(float(up.shape[1]))
     if not tensors:
         raise ValueError("the two models do not differ in any weight that a LoRA could hold.")
-    return tensors
+    return tensors, left_out
+
+
+def extract_files(
+    base: Path,
+    tuned: Path,
+    output: Path,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | None = None,
+    on_progress: OnProgress = no_progress,
+) -> str:
+    """Write the LoRA that turns the checkpoint `base` into `tuned`; return a report. See `extract`."""
+    check_output(output, [base, tuned])
+    tensors, left_out = extract(
+        TensorFile(base),
+        TensorFile(tuned),
+        rank=rank,
+        energy=energy,
+        dtype=dtype,
+        device=device,
+        on_progress=on_progress,
+    )
+    metadata = {**size_metadata(tensors), "graft_extracted": f"{tuned.name} - {base.name}"}
+    write_lora(output, tensors, metadata)
+    return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(left_out)])
+
+
+def size_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what sd-scripts' metadata say of a LoRA whose alpha is its rank."""
+    largest = str(max(_ranks(tensors)))
+    return {"ss_network_module": "networks.lora", "ss_network_dim": largest, "ss_network_alpha": largest}
+
+
+def size_line(tensors: Mapping[str, Tensor]) -> str:
+    """Return "<n> layers, rank <smallest> to <largest>"."""
+    ranks = _ranks(tensors)
+    return f"{len(ranks)} layers, rank {min(ranks)} to {max(ranks)}"
+
+
+def _ranks(tensors: Mapping[str, Tensor]) -> list[int]:
+    return [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("lora_down.weight")]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,12 +124,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--energy", type=float, help="share of the difference to keep in each layer, such as 0.95"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp16")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="that computes, such as cuda")
 
 
 def run(args: argparse.Namespace) -> None:
-    base, tuned = read_tensors(args.base, finite=False)[0], read_tensors(args.tuned, finite=False)[0]
-    tensors = extract(base, tuned, rank=args.rank, energy=args.energy, dtype=DTYPES[args.dtype])
-    ranks = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("lora_down.weight")]
-    metadata = {"ss_network_module": "networks.lora", "ss_network_dim": str(max(ranks))}
-    write_lora(args.output, tensors, {**metadata, "graft_extracted": f"{args.tuned.name} - {args.base.name}"})
-    print(f"{args.output.name}: {len(ranks)} layers, rank {min(ranks)} to {max(ranks)}")
+    report = extract_files(
+        args.base,
+        args.tuned,
+        args.output,
+        rank=args.rank,
+        energy=args.energy,
+        dtype=DTYPES[args.dtype],
+        device=args.device,
+    )
+    print(report)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..lora_file import LoraFile, read_lora
+from ..lora_file import LoraFile, LoraLayer, read_lora
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def inspect(file: LoraFile) -> Report:
     layers = file.layers.values()
     squares: defaultdict[str, float] = defaultdict(float)
     for name, layer in file.layers.items():
-        squares[block_of(name)] += float(layer.product().square().sum())
+        squares[block_of(name)] += _square(layer)
     tensors = [tensor for layer in layers for suffix, tensor in layer.tensors.items() if suffix != "alpha"]
     named = (
         file.metadata.get(key) for key in ("ss_base_model_version", "modelspec.architecture", "graft_base")
@@ -59,6 +59,16 @@ def inspect(file: LoraFile) -> Report:
         base=", ".join(value for value in named if value) or "not said",
         metadata=dict(file.metadata),
     )
+
+
+def _square(layer: LoraLayer) -> float:
+    """Return the squared Frobenius norm of a layer's product; that of two factors from their small Gram
+    matrices."""
+    weights = {name: tensor.double() for name, tensor in layer.weights.items()}
+    if set(weights) - {"magnitude"} != {"up", "down"}:
+        return float(layer.product().double().square().sum())
+    up, down = weights["up"], weights["down"].flatten(1)
+    return layer.scale**2 * max(0.0, float(((up.T @ up) * (down @ down.T)).sum()))
 
 
 def block_of(name: str) -> str:

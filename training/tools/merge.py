@@ -1,7 +1,8 @@
-"""Merge a LoRA into weights, or into a ComfyUI MODEL, and take it out again exactly.
+"""Merge LoRAs into a checkpoint file, or one into a ComfyUI MODEL and out of it again.
 
-Nothing is subtracted: what was there before a merge is kept and put back. So merging twice, and unmerging
-what was not merged, are errors.
+A checkpoint is copied tensor by tensor, and its metadata remember what was merged. In a MODEL nothing is
+subtracted: patches are added, and the very same patches are taken away. So merging twice, and unmerging what
+was not merged, are errors.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import logging
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ..adapters.dora import column_lengths
-from ..lora_file import LoraFile, LoraLayer, read_lora, read_tensors, write_lora
+from ..lora_file import LoraFile, LoraLayer, read_lora
+from ..model import OnProgress
+from ..tensor_file import TensorFile, as_bytes, write_streaming
+from .files import check_output, no_progress, unmatched_lines
 from .names import match_weights
-
-log = logging.getLogger(__name__)
 
 ATTACHMENT = "graft_merged"
 METADATA = "graft_merged"
@@ -37,46 +37,54 @@ class NotMerged(ValueError):
     """The LoRA is not in these weights."""
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Weights with LoRAs in them, and what was there before."""
+def merge_files(
+    base: Path,
+    loras: Sequence[tuple[Path, float]],
+    output: Path,
+    *,
+    on_progress: OnProgress = no_progress,
+) -> str:
+    """Write the checkpoint `base` with each (LoRA, strength) in it, in this order; return a report.
 
-    weights: Mapping[str, Tensor]
-    originals: tuple[tuple[str, Mapping[str, Tensor]], ...]
-    """One entry a merge, the latest last: (the LoRA's digest, the weights that it replaced)."""
-
-
-def merge(weights: Mapping[str, Tensor] | Merged, file: LoraFile, *, strength: float = 1.0) -> Merged:
-    """Return `weights` with `strength` times the LoRA in them, computed in float32 and kept in their own
-    dtypes.
-
-    Raises AlreadyMerged when this LoRA is in them, and ValueError when it does not fit them.
+    At any time one weight is in memory, and the LoRAs. Weights without a LoRA, and all metadata, are copied
+    byte for byte. Raises AlreadyMerged when the metadata name one of the LoRAs, ValueError for files that do
+    not fit.
     """
-    before = weights if isinstance(weights, Merged) else Merged(weights, ())
-    key = digest(file)
-    if key in dict(before.originals):
-        raise AlreadyMerged(f"{file.name}: already merged into these weights; unmerge it first.")
-    layers, unmatched = match_weights(file, before.weights)
-    if unmatched:
-        log.warning("Graft: %s: %d keys match nothing: %s", file.name, len(unmatched), ", ".join(unmatched))
-    changed = {
-        name: merged_weight(before.weights[name], layer, strength, name) for name, layer in layers.items()
-    }
-    originals = {name: before.weights[name] for name in changed}
-    return Merged({**before.weights, **changed}, (*before.originals, (key, originals)))
+    check_output(output, [base, *(path for path, _ in loras)])
+    weights = TensorFile(base)
+    shapes = {key: entry.shape for key, entry in weights.entries.items()}
+    history = json.loads(weights.metadata.get(METADATA, "[]"))
+    changes: dict[str, list[tuple[LoraLayer, float]]] = {}
+    report = []
+    for path, strength in loras:
+        file = read_lora(path)
+        key = digest(file)
+        if any(entry["digest"] == key for entry in history):
+            raise AlreadyMerged(f"{path.name}: already merged into {base.name}.")
+        history.append({"file": path.name, "digest": key, "strength": strength})
+        matched = match_weights(file, shapes)
+        for name, layer in matched.layers.items():
+            changes.setdefault(name, []).append((layer, strength))
+        report += [
+            f"{path.name}: merged into {len(matched.layers)} weights",
+            *unmatched_lines(matched.unmatched),
+        ]
+    done = 0
 
+    def content(name: str) -> bytearray | memoryview:
+        nonlocal done
+        done += 1
+        on_progress(done, len(shapes), name)
+        if name not in changes:
+            return weights.read(name)
+        weight = weights[name]
+        for layer, strength in changes[name]:
+            weight = merged_weight(weight, layer, strength, name)
+        return as_bytes(weight)
 
-def unmerge(merged: Merged | Mapping[str, Tensor], file: LoraFile) -> Merged:
-    """Return the weights as they were before `file` was merged, bit for bit.
-
-    Raises NotMerged when it is not in them, or when another LoRA was merged after it.
-    """
-    if not isinstance(merged, Merged) or digest(file) not in dict(merged.originals):
-        raise NotMerged(f"{file.name}: not merged into these weights.")
-    key, originals = merged.originals[-1]
-    if key != digest(file):
-        raise NotMerged(f"{file.name}: another LoRA was merged after it; unmerge that one first.")
-    return Merged({**merged.weights, **originals}, merged.originals[:-1])
+    metadata = {**weights.metadata, METADATA: json.dumps(history)}
+    write_streaming(output, weights.entries, content, metadata)
+    return "\n".join([*report, f"{output.name}: {output.stat().st_size / 1e9:.2f} GB"])
 
 
 def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: str = "weight") -> Tensor:
@@ -99,41 +107,41 @@ def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name:
     return (base + strength * (moved - base)).to(weight.dtype)
 
 
-def merge_model(model: Any, patches: Mapping[Any, Any], name: str, *, strength: float = 1.0) -> Any:
+def merge_model(model: Any, patches: Mapping[Any, Any], key: str, name: str, *, strength: float = 1.0) -> Any:
     """Return a clone of a ComfyUI MODEL or CLIP patcher with `patches` (of `comfy.lora.load_lora`) under
-    `name`.
+    `key`.
 
-    The patcher that comes in is not changed. Raises AlreadyMerged when `name` is in it.
+    `name` is how people know them. The patcher that comes in is not changed. Raises AlreadyMerged when `key`
+    is in it.
     """
     merged = dict(model.attachments.get(ATTACHMENT, {}))
-    if name in merged:
+    if key in merged:
         raise AlreadyMerged(f"{name}: already merged into this model; unmerge it first.")
     clone = model.clone()
-    before = {key: len(entries) for key, entries in clone.patches.items()}
+    before = {weight: len(entries) for weight, entries in clone.patches.items()}
     clone.add_patches(patches, strength)
-    added = {key: entries[before.get(key, 0) :] for key, entries in clone.patches.items()}
-    merged[name] = {key: entries for key, entries in added.items() if entries}
+    added = {weight: entries[before.get(weight, 0) :] for weight, entries in clone.patches.items()}
+    merged[key] = (name, {weight: entries for weight, entries in added.items() if entries})
     clone.set_attachments(ATTACHMENT, merged)
     return clone
 
 
-def unmerge_model(model: Any, name: str) -> Any:
-    """Return a clone of the patcher without what `merge_model` added under `name`; its weights are then as
+def unmerge_model(model: Any, key: str, name: str) -> Any:
+    """Return a clone of the patcher without what `merge_model` added under `key`; its weights are then as
     before.
 
-    Raises NotMerged when `name` is not in it.
+    Raises NotMerged when `key` is not in it.
     """
     merged = dict(model.attachments.get(ATTACHMENT, {}))
-    if name not in merged:
-        found = f"only {', '.join(merged)}" if merged else "nothing"
+    if key not in merged:
+        found = f"only {', '.join(known for known, _ in merged.values())}" if merged else "nothing"
         raise NotMerged(f"{name}: not merged into this model, which holds {found}.")
     clone = model.clone()
-    for key, added in merged.pop(name).items():
+    for weight, added in merged.pop(key)[1].items():
         gone = {id(entry) for entry in added}
-        kept = [entry for entry in clone.patches[key] if id(entry) not in gone]
-        clone.patches[key] = kept
-        if not kept:
-            del clone.patches[key]
+        clone.patches[weight] = [entry for entry in clone.patches[weight] if id(entry) not in gone]
+        if not clone.patches[weight]:
+            del clone.patches[weight]
     clone.patches_uuid = uuid.uuid4()  # by which ComfyUI knows that the weights have to be patched anew
     clone.set_attachments(ATTACHMENT, merged)
     return clone
@@ -157,14 +165,4 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    weights, metadata = read_tensors(args.base, finite=False)
-    history = json.loads(metadata.get(METADATA, "[]"))
-    merged = Merged(weights, ())
-    for path in args.lora:
-        file = read_lora(path)
-        if any(entry["digest"] == digest(file) for entry in history):
-            raise AlreadyMerged(f"{path.name}: already merged into {args.base.name}.")
-        merged = merge(merged, file, strength=args.strength)
-        history.append({"file": path.name, "digest": digest(file), "strength": args.strength})
-        print(f"{path.name}: merged into {len(merged.originals[-1][1])} weights")
-    write_lora(args.output, merged.weights, {**metadata, METADATA: json.dumps(history)})
+    print(merge_files(args.base, [(path, args.strength) for path in args.lora], args.output))

@@ -1,85 +1,236 @@
-"""What LoRA files call the weights of a checkpoint: kohya and native names for the network and its text
-encoders."""
+"""What LoRA files call the weights of a saved checkpoint, of the network and of its text encoders, in every
+layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from torch import Tensor
+import torch
 
-from ..family import GENERIC
-from ..layer import LayerSpec
+from ..family import FAMILIES, Family
+from ..formats import EXPORTS
 from ..lora_file import LoraFile, LoraLayer
-from ..start import Rows, match_layers
+from ..start import Matched, Rows, match_names, spellings
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Key of a checkpoint -> shape of its weight."""
 
 NETWORK_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 """Before the network's own paths: in a full checkpoint, in ComfyUI, in a file of the network alone."""
 
-TEXT_ENCODERS: Mapping[str, tuple[str, ...]] = {
-    "cond_stage_model.transformer.": ("lora_te_", "lora_te1_"),
-    "conditioner.embedders.0.transformer.": ("lora_te1_", "lora_te_"),
-    "text_encoders.clip_l.transformer.": ("lora_te1_", "lora_te_"),
-    "text_encoders.clip_g.transformer.": ("lora_te2_",),
-    "text_encoders.t5xxl.transformer.": ("lora_te3_",),
-}
-"""Checkpoint prefix -> kohya prefixes, the one to write first."""
-
 LEFT_OUT = ("first_stage_model.", "vae.", "model_ema.")
 """Parts of a checkpoint that a LoRA cannot hold."""
 
-
-def split_key(key: str) -> tuple[str, str] | None:
-    """Return a weight's (prefix, path) in a checkpoint; None for what no LoRA can hold."""
-    if not key.endswith(".weight") or key.startswith(LEFT_OUT):
-        return None
-    path = key.removesuffix(".weight")
-    for prefix in (*TEXT_ENCODERS, *NETWORK_PREFIXES):
-        if path.startswith(prefix):
-            return prefix, path.removeprefix(prefix)
-    raise AssertionError("the empty prefix fits everything")
+NETWORK = ""
+"""As the part of a layer: not a text encoder's."""
 
 
-def kohya_name(key: str) -> str | None:
-    """Return the kohya name of a checkpoint's weight."""
-    if (found := split_key(key)) is None:
-        return None
-    prefix, path = found
-    return (TEXT_ENCODERS[prefix][0] if prefix in TEXT_ENCODERS else "lora_unet_") + path.replace(".", "_")
+@dataclass(frozen=True)
+class TextEncoder:
+    """How one text encoder is called; each name ends where the layer's path begins."""
+
+    native: str
+    peft: str
+    kohya: tuple[str, ...]
+    """With underscores for dots; the one to write first."""
+    stored: tuple[str, ...]
+    """In checkpoints."""
 
 
-def weight_names(weights: Mapping[str, Tensor]) -> dict[str, Rows]:
-    """Return every name that files use for a checkpoint's weights -> (key, 0, number of outputs)."""
-    names: dict[str, Rows] = {}
-    for key, weight in weights.items():
-        if weight.ndim < 2 or (found := split_key(key)) is None:
-            continue
-        prefix, path = found
-        spellings = [
-            f"{kohya}{path.replace('.', '_')}" for kohya in TEXT_ENCODERS.get(prefix, ("lora_unet_",))
-        ]
-        spellings += [key.removesuffix(".weight")]
-        if prefix in NETWORK_PREFIXES:
-            spellings += [f"diffusion_model.{path}", f"base_model.model.{path}", path]
-        names.update(dict.fromkeys(spellings, (key, 0, weight.shape[0])))
-    return names
+TEXT_ENCODERS: Mapping[str, TextEncoder] = {
+    "clip_l": TextEncoder(
+        "text_encoders.clip_l.transformer.",
+        "text_encoder.",
+        ("lora_te1_", "lora_te_"),
+        (
+            "cond_stage_model.transformer.",
+            "conditioner.embedders.0.transformer.",
+            "text_encoders.clip_l.transformer.",
+        ),
+    ),
+    "clip_g": TextEncoder(
+        "text_encoders.clip_g.transformer.",
+        "text_encoder_2.",
+        ("lora_te2_",),
+        ("conditioner.embedders.1.model.", "text_encoders.clip_g.transformer."),
+    ),
+    "clip_h": TextEncoder(
+        "text_encoders.clip_h.transformer.", "text_encoder.", ("lora_te_",), ("cond_stage_model.model.",)
+    ),
+    "t5xxl": TextEncoder(
+        "text_encoders.t5xxl.transformer.",
+        "text_encoder_3.",
+        ("lora_te3_", "lora_te2_"),
+        ("text_encoders.t5xxl.transformer.",),
+    ),
+}
+"""As ComfyUI's `model_lora_keys_clip` reads them; SD1.5 has lora_te_ for its CLIP-L, OneTrainer's Flux
+lora_te2_ for T5."""
+
+_OPEN_CLIP = {
+    "attn.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out_proj": ("self_attn.out_proj",),
+    "mlp.c_fc": ("mlp.fc1",),
+    "mlp.c_proj": ("mlp.fc2",),
+}
+"""Layers of OpenCLIP, as SDXL and SD2 checkpoints store it -> those that files name, fused ones in order."""
+
+_CLIP_PATH = re.compile(r"(text_model)[._](encoder)[._](layers)[._](\d+)[._](self_attn|mlp)[._](\w+)")
+_T5_PATH = re.compile(
+    r"(encoder)[._](block)[._](\d+)[._](layer)[._](\d+)[._](SelfAttention|DenseReluDense)[._](\w+)"
+)
 
 
-def match_weights(
-    file: LoraFile, weights: Mapping[str, Tensor]
-) -> tuple[dict[str, LoraLayer], tuple[str, ...]]:
-    """Return the file's layers by the checkpoint's keys, and the file's keys that match nothing.
+@dataclass(frozen=True)
+class Place:
+    """A layer as files name it, within a weight of a checkpoint."""
+
+    part: str
+    """Key of TEXT_ENCODERS, or NETWORK."""
+    path: str
+    first: int
+    """Row of the weight."""
+    rows: int
+
+    def names(self) -> list[str]:
+        """Return the layer's names in kohya, native and PEFT files."""
+        if self.part == NETWORK:
+            return spellings(self.path)
+        encoder, flat = TEXT_ENCODERS[self.part], self.path.replace(".", "_")
+        return [*(k + flat for k in encoder.kohya), encoder.native + self.path, encoder.peft + self.path]
+
+
+def places(key: str, shape: tuple[int, ...]) -> list[Place]:
+    """Return the layers in a checkpoint's weight: none for what no LoRA holds, three for OpenCLIP's fused
+    qkv."""
+    if len(shape) < 2 or key.startswith(LEFT_OUT):
+        return []
+    path = key.removesuffix("_weight" if key.endswith("in_proj_weight") else ".weight")
+    if path == key:
+        return []
+    for part, encoder in TEXT_ENCODERS.items():
+        for stored in encoder.stored:
+            if path.startswith(stored):
+                return _encoder_places(part, path.removeprefix(stored), shape[0])
+    prefix = next(prefix for prefix in NETWORK_PREFIXES if path.startswith(prefix))
+    return [Place(NETWORK, path.removeprefix(prefix), 0, shape[0])]
+
+
+def network_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the network's layers by their own paths."""
+    found = {key: places(key, shape) for key, shape in shapes.items()}
+    return {p[0].path: shapes[key] for key, p in found.items() if p and p[0].part == NETWORK}
+
+
+def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
+    """Find the file's layers among the weights of a checkpoint.
 
     Raises ValueError when nothing matches, or a layer does not have its weight's shape.
     """
-    specs = {
-        key: LayerSpec("weight", tuple(weight.shape)) for key, weight in weights.items() if weight.ndim >= 2
-    }
-    matched = match_layers(file, specs, GENERIC, weight_names(weights))
+    swapped = {name for name, *_, turned in _parts(network_shapes(shapes)) if turned}
+    layers = {n: _halves_swapped(layer) if n in swapped else layer for n, layer in file.layers.items()}
+    matched = match_names(
+        replace(file, layers=layers),
+        weight_names(shapes),
+        {key: shape[0] for key, shape in shapes.items() if shape},
+        "the base",
+    )
     for key, layer in matched.layers.items():
-        found, wanted = layer.product().shape, weights[key].flatten(1).shape
-        if found != wanted:
+        rows, columns = shapes[key][0], 1
+        for side in shapes[key][1:]:
+            columns *= side
+        found = layer.shape
+        if found != (rows, columns):
             raise ValueError(
                 f"{file.name}: {layer.name}: made for {found[0]} outputs of {found[1]} weights, but {key} "
-                f"has {wanted[0]} of {wanted[1]}; choose the base that the file was trained on."
+                f"has {rows} of {columns}; choose the base that the file was trained on."
             )
-    return dict(matched.layers), matched.unmatched
+    return matched
+
+
+def weight_names(shapes: Shapes) -> dict[str, Rows]:
+    """Return every name that files use for a checkpoint's weights -> (key, first output, number of
+    outputs)."""
+    names: dict[str, Rows] = {}
+    for key, shape in shapes.items():
+        for place in places(key, shape):
+            names.update(dict.fromkeys(place.names(), (key, place.first, place.rows)))
+            if place.rows == shape[0]:
+                names[key.removesuffix(".weight")] = (key, 0, shape[0])
+    return {**names, **_diffusers_names(shapes)}
+
+
+def text_encoder_layer(name: str) -> tuple[str, str] | None:
+    """Return (key of TEXT_ENCODERS, path) of a text encoder's layer from its name in any layout; None for
+    others.
+
+    Underscores are read back by what CLIP's and T5's layers are called.
+    """
+    for part, encoder in TEXT_ENCODERS.items():
+        for prefix in (*encoder.kohya, encoder.native, encoder.peft, *encoder.stored):
+            if name.startswith(prefix) and (path := _path(part, name.removeprefix(prefix))):
+                return part, path
+    return None
+
+
+def export_family(paths: Mapping[str, object]) -> Family | None:
+    """Return a family with diffusers names whose blocks these paths have."""
+    for family in FAMILIES.values():
+        globs = [f"{glob}.*" for glob in family.blocks]
+        if family.export and any(fnmatchcase(path, glob) for path in paths for glob in globs):
+            return family
+    return None
+
+
+def _encoder_places(part: str, path: str, rows: int) -> list[Place]:
+    found = re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.+)", path)
+    if not found or found[2] not in _OPEN_CLIP:
+        return [Place(part, path, 0, rows)]
+    layers = _OPEN_CLIP[found[2]]
+    share = rows // len(layers)
+    return [
+        Place(part, f"text_model.encoder.layers.{found[1]}.{layer}", i * share, share)
+        for i, layer in enumerate(layers)
+    ]
+
+
+def _path(part: str, rest: str) -> str | None:
+    found = (_T5_PATH if part == "t5xxl" else _CLIP_PATH).fullmatch(rest)
+    return ".".join(found.groups()) if found else None
+
+
+def _diffusers_names(shapes: Shapes) -> dict[str, Rows]:
+    """Return diffusers' names for the network's layers."""
+    by_path = {
+        place.path: key for key, s in shapes.items() for place in places(key, s) if place.part == NETWORK
+    }
+    return {
+        name: (by_path[path], first, rows) for name, path, first, rows, _ in _parts(network_shapes(shapes))
+    }
+
+
+def _parts(shapes: Shapes) -> Iterator[tuple[str, str, int, int, bool]]:
+    """Yield (diffusers' name, native path, first row, number of rows, whether its halves are the other way
+    round)."""
+    if (family := export_family(shapes)) is None:
+        return
+    export = EXPORTS[family.export]
+    for path, shape in shapes.items():
+        for part in export.names(path, shape):
+            rows = part.slice(shape[1], shape[0])
+            first = rows.start or 0
+            for prefix in (f"{export.prefix}.", "base_model.model.", "lora_transformer_", "lora_unet_"):
+                name = part.name.replace(".", "_") if prefix.endswith("_") else part.name
+                yield f"{prefix}{name}", path, first, rows.stop - first, part.swapped
+
+
+def _halves_swapped(layer: LoraLayer) -> LoraLayer:
+    if layer.algorithm != "lora":
+        raise ValueError(
+            f"{layer.name}: its outputs are in diffusers' order; only a plain LoRA can be reordered."
+        )
+    first, second = layer.tensors["lora_up.weight"].chunk(2)
+    return replace(layer, tensors={**layer.tensors, "lora_up.weight": torch.cat((second, first))})

@@ -15,6 +15,8 @@ from torch import Tensor
 from ..adapters.lora import thin_down
 from ..lora_file import LoraFile, LoraLayer, read_lora, write_lora
 from ..memory.precision import DTYPES
+from .extract import size_line, size_metadata
+from .files import check_output, unmatched_lines
 from .low_rank import best_factors, best_of_product, check_size
 
 
@@ -50,6 +52,22 @@ def _resized(layer: LoraLayer, rank: int | None, energy: float | None) -> tuple[
     return up.reshape(*up.shape, *(1,) * (down.ndim - 2)), flat.reshape(-1, *down.shape[1:])
 
 
+def resize_file(
+    lora: Path,
+    output: Path,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> str:
+    """Write the LoRA `lora` in a lower rank; return a report. See `resize`."""
+    check_output(output, [lora])
+    file = read_lora(lora)
+    tensors = resize(file, rank=rank, energy=energy, dtype=dtype)
+    write_lora(output, tensors, {**file.metadata, **size_metadata(tensors)})
+    return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(list(file.other))])
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -59,9 +77,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    file = read_lora(args.lora)
-    tensors = resize(file, rank=args.rank, energy=args.energy, dtype=DTYPES[args.dtype])
-    ranks = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("lora_down.weight")]
-    metadata = {**file.metadata, "ss_network_dim": str(max(ranks)), "ss_network_alpha": str(max(ranks))}
-    write_lora(args.output, tensors, {**metadata, "ss_network_module": "networks.lora"})
-    print(f"{args.output.name}: {len(ranks)} layers, rank {min(ranks)} to {max(ranks)}")
+    dtype = DTYPES[args.dtype]
+    print(resize_file(args.lora, args.output, rank=args.rank, energy=args.energy, dtype=dtype))

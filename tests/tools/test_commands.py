@@ -1,0 +1,141 @@
+"""`graft merge|extract|resize|convert|inspect`: on files, from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from graft.training.cli import main
+from graft.training.lora_file import read_lora
+
+from .files import PREFIX, checkpoint, lora_path, lora_tensors, weight_differences
+
+QKV = f"{PREFIX}blocks.0.attn.qkv.weight"
+
+
+@pytest.fixture
+def at(tmp_path):
+    """Paths of base, tuned and lora, and of results in `out`."""
+    base, other = checkpoint(), checkpoint(seed=5)
+    save_file(base, tmp_path / "base.safetensors", {"format": "pt", "modelspec.title": "Base"})
+    save_file({key: base[key] + 0.1 * other[key] for key in base}, tmp_path / "tuned.safetensors")
+    lora_path(tmp_path, ss_base_model_version="sdxl_base_v1-0")
+    return lambda name: str(tmp_path / f"{name}.safetensors")
+
+
+def test_extract_writes_a_lora_that_merges_back(at, capsys):
+    assert main(["extract", at("base"), at("tuned"), "-o", at("out"), "--rank", "99", "--dtype", "fp32"]) == 0
+    assert "out.safetensors: 4 layers, rank 6 to 8" in (report := capsys.readouterr().out)
+    assert "first_stage_model.conv.weight" in report
+    assert main(["merge", at("base"), at("out"), "-o", at("again")]) == 0
+    assert torch.allclose(load_file(at("again"))[QKV], load_file(at("tuned"))[QKV], atol=1e-5)
+
+
+def test_merge_adds_the_lora_and_keeps_the_metadata(at, capsys):
+    assert main(["merge", at("base"), at("lora"), "-o", at("out"), "--strength", "0.5"]) == 0
+    difference = load_file(at("out"))[QKV] - load_file(at("base"))[QKV]
+    assert torch.allclose(difference, 0.5 * weight_differences(lora_tensors())[QKV], atol=1e-5)
+    with safe_open(at("out"), "pt") as merged:
+        assert merged.metadata()["modelspec.title"] == "Base"
+    assert main(["merge", at("out"), at("lora"), "-o", at("twice")]) == 2
+    assert "already merged into out.safetensors" in capsys.readouterr().err
+
+
+def test_resize_by_rank_and_by_energy(at):
+    assert main(["resize", at("lora"), "-o", at("small"), "--rank", "2"]) == 0
+    small = read_lora(Path(at("small")))
+    assert {layer.rank for layer in small.layers.values()} == {2} and small.metadata["ss_network_dim"] == "2"
+    assert small.layers["lora_unet_conv_in"].tensors["lora_up.weight"].dtype == torch.float16
+    assert main(["resize", at("lora"), "-o", at("share"), "--energy", "0.9", "--dtype", "fp32"]) == 0
+
+
+@pytest.mark.parametrize("layout", ["kohya", "native", "peft"])
+def test_convert_keeps_what_the_lora_computes_and_its_metadata(at, layout):
+    assert main(["convert", at("lora"), "-o", at("out"), "--layout", layout, "--base", at("base")]) == 0
+    assert main(["convert", at("out"), "-o", at("back"), "--base", at("base")]) == 0
+    back, file = read_lora(Path(at("back"))), read_lora(Path(at("lora")))
+    assert back.metadata == file.metadata
+    for name, layer in file.layers.items():
+        assert torch.equal(back.layers[name].product(), layer.product())
+
+
+def test_inspect_for_people_and_for_machines(at, capsys):
+    assert main(["inspect", at("lora")]) == 0
+    assert "sdxl_base_v1-0" in capsys.readouterr().out
+    assert main(["inspect", at("lora"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 4
+
+
+COMMANDS = {
+    "merge": ["merge", "base", "lora"],
+    "extract": ["extract", "base", "tuned", "--rank", "2"],
+    "resize": ["resize", "lora", "--rank", "2"],
+    "convert": ["convert", "lora"],
+}
+
+
+def call(at, command, output, **instead):
+    """Run a command with the files it needs, or others in their place."""
+    files = {name: instead.get(name, at(name)) for name in ("base", "lora", "tuned")}
+    words = [files.get(word, word) for word in COMMANDS[command]]
+    return main([*words, "-o", output])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_replaces_the_file_it_reads(at, command, capsys):
+    source = at(COMMANDS[command][1])
+    before = Path(source).read_bytes()
+    assert call(at, command, source) == 2
+    assert "would replace the file it is made of" in capsys.readouterr().err
+    os.link(source, at("link"))
+    assert call(at, command, at("link")) == 2
+    assert Path(source).read_bytes() == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_cannot_be_written_is_one_line(at, command, capsys):
+    Path(at("x")).with_suffix("").write_text("a file, not a folder")
+    for output, message in (
+        (str(Path(at("x")).with_suffix("") / "out.safetensors"), "cannot be written"),
+        (str(Path(at("x")).with_suffix(".ckpt")), "let its name end in that"),
+    ):
+        assert call(at, command, output) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not list(Path(at("x")).parent.glob(".*"))
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user without rights")
+def test_a_folder_without_rights_is_one_line(at, capsys):
+    folder = Path(at("x")).parent / "closed"
+    folder.mkdir(mode=0o555)
+    assert call(at, "resize", str(folder / "out.safetensors")) == 2
+    assert "cannot be written (Permission denied)" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(at, capsys, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    Path(at("out")).write_bytes(b"before")
+    monkeypatch.setattr(os, "fsync", full)
+    assert call(at, "resize", at("out")) == 2
+    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert Path(at("out")).read_bytes() == b"before" and not list(Path(at("out")).parent.glob(".*"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_missing_and_broken_files_are_one_line(at, command, capsys):
+    Path(at("broken")).write_bytes(b"no")
+    for name, message in (("nowhere", "cannot be read"), ("broken", "no safetensors file")):
+        for place in set(COMMANDS[command]) & {"base", "lora", "tuned"}:
+            assert call(at, command, at("out"), **{place: at(name)}) == 2
+            error = capsys.readouterr().err
+            assert f"{name}.safetensors: " in error and message in error and error.count("\n") == 1
+    assert not Path(at("out")).exists()

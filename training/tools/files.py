@@ -1,0 +1,32 @@
+"""What every tool does with files: where results may go, and what is told meanwhile and afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def check_output(output: Path, inputs: Iterable[Path]) -> None:
+    """Raise ValueError unless `output` is a .safetensors file other than the files that are read."""
+    if output.suffix != ".safetensors":
+        raise ValueError(f"{output.name}: the result is a .safetensors file; let its name end in that.")
+    if output.is_dir():
+        raise ValueError(f"{output.name}: there is a folder of that name; choose another name.")
+    for path in inputs:
+        if output.resolve() == path.resolve() or (
+            output.exists() and path.exists() and output.samefile(path)
+        ):
+            raise ValueError(
+                f"{output.name}: the result would replace the file it is made of; choose another name."
+            )
+
+
+def no_progress(done: int, total: int, message: str) -> None:
+    """Tell nobody."""
+
+
+def unmatched_lines(keys: Sequence[str]) -> list[str]:
+    """Return lines that list keys of a file which were not used; none for none."""
+    return (
+        [f"{len(keys)} keys match nothing and were left out:", *(f"  {key}" for key in keys)] if keys else []
+    )
