@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
 import comfy.model_management
 import comfy.sample
+import comfy.sd
 import comfy.utils
 import pytest
 import torch
+from comfy.taesd.taesd import TAESD
 from PIL import Image
 
 from graft.training.comfy import grid
 from graft.training.comfy import samples as samples_module
-from graft.training.run import latest
 
-from .test_first_lora import assert_same_lora, first_lora, lora
+from .test_first_lora import assert_same_lora, first_lora
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,6 +63,11 @@ def plain(name, **train):
     return prompt
 
 
+def assert_as_without_samples(execute, base, name):
+    execute(plain("without_samples"))
+    assert_same_lora(base, name, "without_samples")
+
+
 def folder_of(base, name):
     return next((base / "output" / "graft").glob(f"{name}-*"))
 
@@ -71,8 +78,7 @@ def drawn(base, name):
 
 def test_samples_are_saved_with_the_workflow_and_the_state_is_bit_equal_without_them(execute, base):
     execute(sampled("with_samples"))
-    execute(plain("without_samples"))
-    assert_same_lora(base, "with_samples", "without_samples")
+    assert_as_without_samples(execute, base, "with_samples")
     found = drawn(base, "with_samples")
     assert list(found) == [f"step-{step:08d}-{number}.png" for step in (0, 2, 4) for number in (0, 1)]
     with Image.open(found["step-00000004-0.png"]) as image:
@@ -105,10 +111,8 @@ def test_an_error_in_the_sampler_costs_the_pictures_and_not_the_run(execute, bas
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(samples_module, "_sample", broken)
         execute(sampled("broken_sampler"))
-    assert (
-        "no samples of step 2" in caplog.text and not (folder_of(base, "broken_sampler") / "samples").exists()
-    )
-    assert_same_lora(base, "broken_sampler", "without_samples")
+    assert "no samples of step 2" in caplog.text and not drawn(base, "broken_sampler")
+    assert_as_without_samples(execute, base, "broken_sampler")
 
 
 @pytest.mark.parametrize(("fits", "sizes"), [(32 * 48, {(32, 48)}), (0, set())])
@@ -128,12 +132,12 @@ def test_memory_that_runs_out_costs_size_and_then_the_picture(
         execute(sampled(name))
     assert {Image.open(path).size for path in drawn(base, name).values()} == sizes
     assert "memory does not suffice for the sample 'a sks square' at 64x96" in caplog.text
-    assert_same_lora(base, name, "without_samples")
+    assert_as_without_samples(execute, base, name)
 
 
 def test_a_decoder_without_room_decodes_in_tiles(execute, base, monkeypatch):
     tiled = []
-    decode_tiled = comfy.sd.VAE.decode_tiled_
+    decode, decode_tiled = TAESD.decode, comfy.sd.VAE.decode_tiled_
 
     def no_room(self, *args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -145,9 +149,6 @@ def test_a_decoder_without_room_decodes_in_tiles(execute, base, monkeypatch):
             return decode_tiled(self, *args, **options)
 
     prompt = sampled("tiles", every=4, before_training=False, prompts="a square")
-    from comfy.taesd.taesd import TAESD
-
-    decode = TAESD.decode
     with monkeypatch.context() as patch:
         patch.setattr(TAESD, "decode", no_room)
         patch.setattr(comfy.sd.VAE, "decode_tiled_", counted)
@@ -168,10 +169,65 @@ def test_cancel_inside_the_sampler_keeps_the_step_and_the_samples_are_made_up_fo
     with monkeypatch.context() as patch:
         patch.setattr(comfy.sample, "sample", cancelled)
         execute(sampled("cancelled_samples", before_training=False))
-    run = samples_module.Path(folder_of(base, "cancelled_samples"))
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    checkpoints = (folder_of(base, "cancelled_samples") / "checkpoints").iterdir()
+    assert [path.name for path in checkpoints] == ["step-00000002"]
     for path in drawn(base, "cancelled_samples").values():
         path.unlink()
     execute(sampled("cancelled_samples", before_training=False))
-    assert_same_lora(base, "cancelled_samples", "without_samples")
+    assert_as_without_samples(execute, base, "cancelled_samples")
     assert len(drawn(base, "cancelled_samples")) == 4
+
+
+def saved(base, name):
+    (path,) = (base / "output" / "graft").glob(f"{name}_*.png")
+    return Image.open(path)
+
+
+def test_loss_plot_and_checkpoint_grid_are_pictures_of_the_run(execute, base):
+    prompt = sampled("compared", every=0)
+    prompt["5"]["inputs"]["checkpoint_settings"] = ["50", 0]
+    prompt["50"] = {
+        "class_type": "GraftCheckpointSettings",
+        "inputs": {"minutes": 0.0, "steps": 0, "keep": 9, "tensorboard": False},
+    }
+    given = {"model": ["1", 0], "state": ["5", 2], "sample_prompts": ["40", 0]}
+    for key, name, strengths in (("51", "one", "1"), ("52", "two", "0, 1.0")):
+        values = {"strengths": strengths, "checkpoints": 3, "trigger": "sks"}
+        prompt[key] = {"class_type": "GraftCheckpointGrid", "inputs": {**given, **values}}
+        prompt[f"{key}0"] = {
+            "class_type": "SaveImage",
+            "inputs": {"images": [key, 0], "filename_prefix": f"graft/grid_{name}"},
+        }
+    prompt["53"] = {"class_type": "GraftLossPlot", "inputs": {"state": ["5", 2]}}
+    prompt["530"] = {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["53", 0], "filename_prefix": "graft/loss_plot"},
+    }
+    execute(prompt)
+    one, two = saved(base, "grid_one"), saved(base, "grid_two")
+    assert two.height - one.height == 3 * (96 + 10) and one.width == two.width
+    assert len(saved(base, "loss_plot").getcolors(1 << 24)) > 10
+    assert not drawn(base, "compared")
+
+
+def test_strengths_are_numbers_with_commas():
+    assert grid.parse_strengths("0.5, 1") == (0.5, 1.0)
+    for text in ("", "much", "1; 2", "nan", "11"):
+        with pytest.raises(ValueError, match="strengths"):
+            grid.parse_strengths(text)
+
+
+def test_checkpoints_are_evenly_spread_and_the_last_is_among_them():
+    assert grid.evenly(list(range(1, 8)), 3) == [2, 4, 7]
+    assert grid.evenly([1, 2], 6) == [1, 2]
+
+
+def test_the_stock_loss_graph_draws_the_loss_map(execute, base, comfyui, graft_nodes):
+    import nodes
+
+    extras = comfyui / "comfy_extras" / "nodes_train.py"
+    asyncio.run(nodes.load_custom_node(str(extras), module_parent="comfy_extras"))
+    prompt = plain("plotted")
+    prompt["60"] = {"class_type": "LossGraphNode", "inputs": {"loss": ["5", 4], "filename_prefix": "loss"}}
+    executor = execute(prompt)
+    assert "60" in executor.history_result["outputs"]
