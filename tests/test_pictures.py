@@ -14,6 +14,11 @@ def colours(image):
     return {colour for _, colour in image.getcolors(1 << 24)}
 
 
+def shows(page, wanted):
+    """Whether a colour is there, give or take what resampling does to a thin line."""
+    return any(max(abs(a - b) for a, b in zip(wanted, found, strict=True)) <= 12 for found in colours(page))
+
+
 def test_every_picture_is_on_the_grid_at_one_height():
     made = [Image.new("RGB", (64, 32 * (n + 1)), (n + 1, 200, 10)) for n in range(4)]
     columns = [Column("a prompt that is long", "", made[:2]), Column("another", "note", made[2:])]
@@ -23,14 +28,15 @@ def test_every_picture_is_on_the_grid_at_one_height():
 
 @pytest.mark.parametrize("losses", [[0.5], [0.5, 0.5], [1.0 / (n + 1) for n in range(600)], [0.0] * 9])
 def test_a_run_of_any_length_is_plotted(losses):
-    assert {STRONG, FAINT} <= colours(loss_plot(losses, **TEXT))
+    page = loss_plot(losses, **TEXT)
+    assert shows(page, STRONG) and shows(page, FAINT)
 
 
 def test_held_out_losses_are_drawn_where_there_are_any():
     losses = [1.0 / (n + 1) for n in range(100)]
-    assert MARK in colours(loss_plot(losses, validations=[(50, 0.4), (100, 2.0)], **TEXT))
-    assert MARK in colours(loss_plot(losses, validations=[(50, 0.4)], **TEXT))
-    assert MARK not in colours(loss_plot(losses, **TEXT))
+    assert shows(loss_plot(losses, validations=[(50, 0.4), (100, 2.0)], **TEXT), MARK)
+    assert shows(loss_plot(losses, validations=[(50, 0.4)], **TEXT), MARK)
+    assert not shows(loss_plot(losses, **TEXT), MARK)
 
 
 def test_the_mean_has_no_lag_and_the_axis_round_ends():
