@@ -530,6 +530,7 @@ class CheckpointSettings(io.ComfyNode):
                 io.Boolean.Input(
                     "tensorboard", default=False, tooltip="Write a TensorBoard log into the run's folder."
                 ),
+                widget(CheckpointConfig, "lora", "Put the LoRA file beside each checkpoint, to try it out."),
             ],
             outputs=[Checkpoints.Output("checkpoint_settings")],
         )

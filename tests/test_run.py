@@ -11,19 +11,29 @@ import threading
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from graft.training import run as run_module
 from graft.training.checkpoint import open_state
-from graft.training.config import CheckpointConfig, OptimizerConfig, ValidationConfig, from_dict, to_dict
+from graft.training.config import (
+    CheckpointConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ValidationConfig,
+    from_dict,
+    to_dict,
+)
 from graft.training.lock import locked
 from graft.training.log import read_log
 from graft.training.loop import STOP
+from graft.training.lora_file import lora_tensors
 from graft.training.run import DiskFull, Run, execute, run_key
 from graft.training.work import Work
 
 from .test_laws import CONFIG, assert_same
 from .test_laws import run as train_without_a_folder
-from .tiny import TinyDataset, TinyDenoiser, TinySamples
+from .tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
 
 EVERY_STEP = CheckpointConfig(minutes=0)
 
@@ -124,7 +134,7 @@ def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path,
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):
     with pytest.raises(Cancelled):
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
-    [tensors] = (tmp_path / "checkpoints" / "step-00000004").glob("*.safetensors")
+    [tensors] = (tmp_path / "checkpoints" / "step-00000004").glob("state-*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-100])
     seen = []
     assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
@@ -310,3 +320,25 @@ def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
         next(iter(go(tmp_path / "b", 2, start=start, config=config).load().weights.values())),
         next(iter(go(tmp_path / "c", 2, start=start).load().weights.values())),
     )
+
+
+def test_a_checkpoint_has_its_lora_file_beside_it(tmp_path):
+    config = dataclasses.replace(CONFIG, ema=EmaConfig(0.5))
+    state = go(tmp_path / "kitty-0123", 2, config=config).load()
+    path = tmp_path / "kitty-0123" / "checkpoints" / "step-00000002" / "lora.safetensors"
+    expected = lora_tensors(dataclasses.replace(state, weights=state.ema), FAMILY, torch.bfloat16)
+    found = load_file(path)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["modelspec.title"] == "kitty at step 2"
+    go(tmp_path / "without", 1, saving=CheckpointConfig(lora=False))
+    assert not list((tmp_path / "without").rglob("lora.safetensors"))
+
+
+def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_module, "write_lora", full)
+    assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
+    assert "the LoRA file of step 1 could not be written" in caplog.text

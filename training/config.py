@@ -225,6 +225,8 @@ class CheckpointConfig:
     """Save at every multiple of this many steps as well; 0 goes by the time alone."""
     keep: int = 2
     """Newest checkpoints that are kept, besides the best one and those that a node handed on."""
+    lora: bool = True
+    """Put the LoRA file, in bf16, beside each checkpoint."""
 
     def __post_init__(self) -> None:
         _require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")

@@ -4,7 +4,8 @@ The key digests everything that decides the result except how many steps are ask
 passes through every state of a shorter one. So a finished run costs nothing, a longer one continues, and
 one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped.
 
-The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock` and `checkpoints/step-<n>/`.
+The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock` and `checkpoints/step-<n>/`, each with the
+LoRA file of its step in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
 from .checkpoint import (
     StateHandle,
     open_state,
@@ -31,9 +34,12 @@ from .checkpoint import (
     write_text,
 )
 from .config import CheckpointConfig, TrainConfig, digest, to_dict
+from .family import Family
 from .lock import locked
 from .log import RunLog
 from .loop import STOP, OnStep, Progress, ignore, initial_state, train
+from .lora_file import lora_tensors, write_lora
+from .metadata import lora_metadata, with_hashes
 from .model import Dataset, Denoiser, Samples
 from .signals import raise_if_asked, saving_run
 from .state import TrainState, best_step
@@ -45,6 +51,9 @@ MARGIN = 32 << 20
 """Bytes that a run leaves free on the disk for everything else."""
 
 DISK_CHECK_SECONDS = 5.0
+
+LORA = "lora.safetensors"
+"""Name of the LoRA file beside a checkpoint."""
 
 
 OnStart = Callable[[TrainState], None]
@@ -126,7 +135,9 @@ def execute(
         state = resume.load() if resume else initial_state(denoiser, config)
         require_space(run, 4 * size_in_bytes(state) if not state.optimizer.name else size_in_bytes(state))
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
-        watch = _Watch(run, on_step, RunLog(run.folder, state.step, tensorboard=run.tensorboard))
+        watch = _Watch(
+            run, denoiser.family, on_step, RunLog(run.folder, state.step, tensorboard=run.tensorboard)
+        )
         try:
             on_start(state)
             train(
@@ -229,12 +240,27 @@ def require_space(run: Run, needed: int) -> None:
         )
 
 
+def write_lora_beside(run: Run, state: TrainState, family: Family) -> None:
+    """Write the LoRA file of a state beside its checkpoint; without room for it, the run goes on without."""
+    result = replace(state, weights=state.result())
+    tensors = lora_tensors(result, family, torch.bfloat16)
+    title = f"{run.folder.name.rpartition('-')[0]} at step {state.step}"
+    try:
+        write_lora(
+            run.checkpoint(state.step) / LORA,
+            tensors,
+            with_hashes(tensors, lora_metadata(result, family, title=title)),
+        )
+    except OSError as error:
+        log.warning("Graft: the LoRA file of step %d could not be written (%s).", state.step, error)
+
+
 class _Watch:
     """Follows a run step by step: log, checkpoints, disk space, signals, and then whoever else wants to
     know."""
 
-    def __init__(self, run: Run, on_step: OnStep, run_log: RunLog) -> None:
-        self.run, self.on_step, self.log = run, on_step, run_log
+    def __init__(self, run: Run, family: Family, on_step: OnStep, run_log: RunLog) -> None:
+        self.run, self.family, self.on_step, self.log = run, family, on_step, run_log
         self.progress: Progress | None = None
         self.saved: StateHandle | None = None
         self.saved_at = self.checked_at = time.monotonic()
@@ -277,6 +303,8 @@ class _Watch:
 
     def write(self, state: TrainState) -> None:
         self.saved = save_state(state, self.run.checkpoint(state.step))
+        if self.run.saving.lora:
+            write_lora_beside(self.run, state, self.family)
         self.saved_at = time.monotonic()
         self.size = size_in_bytes(state)
         prune(self.run, state.step, best_step(state.validations))
