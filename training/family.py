@@ -61,6 +61,10 @@ class Family:
     names."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Warnings shown when this family is trained."""
+    text_encoders: Mapping[str, str] = field(default_factory=dict)
+    """CLIP encoders that can be trained too, by ComfyUI's names -> prefix of their kohya keys."""
+    pooled: tuple[str, ...] = ()
+    """Those of them whose last layer the network sees, in the pooled output."""
 
     def idle_layers(self, paths: Iterable[str]) -> set[str]:
         """Return those module paths whose layers have no effect on the model's output."""
@@ -96,6 +100,15 @@ def family_of(
     return (
         replace(family, notes=(*family.notes, _distilled(words[0]))) if words and not family.notes else family
     )
+
+
+TEXT = "text_encoders."
+"""Before the module paths of text encoders ("text_encoders.clip_l.transformer...."), as in ComfyUI."""
+
+
+def is_text(path: str) -> bool:
+    """Say whether a layer's path is in a text encoder and not in the diffusion model."""
+    return path.startswith(TEXT)
 
 
 def family_named(name: str) -> Family:
@@ -155,6 +168,8 @@ _SDXL = Family(
     targets=_targets(_UNET_ATTENTION, _UNET_MLP),
     blocks=("input_blocks.*", "middle_block", "output_blocks.*"),
     space="output",
+    text_encoders={"clip_l": "lora_te1_", "clip_g": "lora_te2_"},
+    pooled=("clip_g",),
     bucket_step=64,
     implementation="https://github.com/Stability-AI/generative-models",
     prediction="epsilon",
@@ -165,6 +180,8 @@ _SD1 = replace(
     name="SD1.5",
     architecture="stable-diffusion-v1",
     base_model="sd_v1",
+    text_encoders={"clip_l": "lora_te_"},
+    pooled=(),
     implementation="https://github.com/CompVis/stable-diffusion",
 )
 _SD3 = Family(
@@ -175,6 +192,8 @@ _SD3 = Family(
     blocks=("joint_blocks.*",),
     sigmas="logit-normal",
     shift=3.0,
+    text_encoders={"clip_l": "lora_te1_", "clip_g": "lora_te2_"},
+    pooled=("clip_l", "clip_g"),
     network_module="networks.lora_sd3",
     implementation="https://github.com/Stability-AI/sd3.5",
     export="sd3",
@@ -207,7 +226,13 @@ _LUMINA2 = Family(
 
 FAMILIES: Mapping[str, Family] = {
     "SD15": _SD1,
-    "SD20": replace(_SD1, name="SD2", architecture="stable-diffusion-v2-512", base_model="sd_v2"),
+    "SD20": replace(
+        _SD1,
+        name="SD2",
+        architecture="stable-diffusion-v2-512",
+        base_model="sd_v2",
+        text_encoders={"clip_h": "lora_te_"},
+    ),
     "SDXL": _SDXL,
     "SSD1B": replace(_SDXL, name="SSD-1B"),
     "Segmind_Vega": replace(_SDXL, name="Segmind Vega"),
@@ -219,6 +244,8 @@ FAMILIES: Mapping[str, Family] = {
         architecture="stable-diffusion-xl-v1-refiner",
         base_model="sdxl_refiner_v1-0",
         export="",
+        text_encoders={},
+        pooled=(),
     ),
     "SD3": _SD3,
     "SD35Medium": replace(
