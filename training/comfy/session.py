@@ -66,8 +66,8 @@ def session(
 ) -> Iterator[OnStep]:
     """Yield the `on_step` of a run from step `first` to step `last`.
 
-    It moves the node's progress bar and text, tells the editor how far the run is, raises ComfyUI's
-    interrupt on Cancel, and returns STOP after Finish.
+    It moves the node's progress bar, tells the editor how far the run is (another client gets that as the
+    node's text), raises ComfyUI's interrupt on Cancel, and returns STOP after Finish.
     """
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
     _runs.pop(run, None)
@@ -84,7 +84,8 @@ def session(
             _tell(live)
         if now - logged > 0.5 or progress.step == last:
             logged = now
-            _send_text(line(progress), node_id)
+            if workflow is None:  # otherwise the editor shows more than a line
+                _send_text(line(progress), node_id)
             log.info("Graft: %s", line(progress))
         comfy.model_management.throw_exception_if_processing_interrupted()
         return STOP if live.finishing else None

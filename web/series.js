@@ -1,0 +1,121 @@
+/** The numbers of a run in columns, and the few points of them that a chart of some pixels can show. */
+
+export class Series {
+    steps = []
+    loss = []
+    smoothed = []
+    rate = []
+    /** [step, loss] pairs, where it was measured. */
+    validation = []
+    /** The last entry of the log, with time left and memory. */
+    last = null
+
+    /** Add entries of the log. One that goes back, as after a restart, replaces what came after it. */
+    append(entries) {
+        for (const entry of entries) {
+            while (this.steps.length && this.steps.at(-1) >= entry.step) this.#dropLast()
+            this.steps.push(entry.step)
+            this.loss.push(number(entry.loss))
+            this.smoothed.push(number(entry.smoothed))
+            this.rate.push(number(entry.lr))
+            if (Number.isFinite(entry.validation)) this.validation.push([entry.step, entry.validation])
+            this.last = entry
+        }
+    }
+
+    /** Return the index of the step nearest to `step`, or -1 when there is none. */
+    nearest(step) {
+        let low = 0
+        let high = this.steps.length - 1
+        while (low < high) {
+            const middle = (low + high) >> 1
+            if (this.steps[middle] < step) low = middle + 1
+            else high = middle
+        }
+        return low > 0 && step - this.steps[low - 1] < this.steps[low] - step ? low - 1 : high && low
+    }
+
+    #dropLast() {
+        const step = this.steps.pop()
+        for (const column of [this.loss, this.smoothed, this.rate]) column.pop()
+        if (this.validation.at(-1)?.[0] === step) this.validation.pop()
+    }
+}
+
+/**
+ * Return [x, y] points that draw like all of `ys`, where steps `first` to `end` are `width` pixels wide: in
+ * each column of pixels the first value, the lowest, the highest and the last, in their order. A value that is
+ * no number breaks the line and is returned as null.
+ */
+export function thinned(steps, ys, first, end, width) {
+    const perStep = width / (end - first)
+    const at = (i) => [(steps[i] - first) * perStep, ys[i]]
+    if (steps.length <= 4 * width) return steps.map((_, i) => (Number.isFinite(ys[i]) ? at(i) : null))
+    const points = []
+    for (let i = 0; i < steps.length; ) {
+        const until = first + (Math.floor((steps[i] - first) * perStep) + 1) / perStep
+        const start = i
+        let low = -1
+        let high = -1
+        do {
+            if (ys[i] < ys[low] || (low < 0 && ys[i] === ys[i])) low = i
+            if (ys[i] > ys[high] || (high < 0 && ys[i] === ys[i])) high = i
+            i++
+        } while (i < steps.length && steps[i] < until)
+        if (low < 0) points.push(null)
+        else for (const k of new Set([start, Math.min(low, high), Math.max(low, high), i - 1])) if (ys[k] === ys[k]) points.push(at(k))
+    }
+    return points
+}
+
+/** Return [low, high] that hold all but the most extreme hundredth of the values, looking at 2,000 of them. */
+export function range(values) {
+    const every = Math.max(1, Math.floor(values.length / 2000))
+    const some = []
+    for (let i = 0; i < values.length; i += every) if (Number.isFinite(values[i])) some.push(values[i])
+    some.sort((a, b) => a - b)
+    if (!some.length) return null
+    const cut = some.length > 200 ? Math.floor(some.length / 200) : 0
+    return [some[cut], some[some.length - 1 - cut]]
+}
+
+/** Return up to about `count` round numbers between `low` and `high`. */
+export function ticks(low, high, count) {
+    const rough = (high - low) / count
+    if (!(rough > 0)) return [low]
+    const power = 10 ** Math.floor(Math.log10(rough))
+    const step = power * [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999)
+    const found = []
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step)
+    return found
+}
+
+/** Return 1, 2 and 5 times the powers of ten between `low` and `high`, as a logarithmic axis has them. */
+export function logTicks(low, high) {
+    const found = []
+    for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10)
+        for (const factor of [1, 2, 5])
+            if (factor * power >= low && factor * power <= high) found.push(factor * power)
+    return found.length > 1 ? found : [low, high]
+}
+
+/** Return a number in few characters: 0.0312, 12.5, 1e-4. */
+export function short(value) {
+    if (!Number.isFinite(value)) return "-"
+    if (value === 0) return "0"
+    const size = Math.abs(value)
+    if (size < 0.001 || size >= 100000) return value.toExponential(1).replace(".0e", "e").replace("e+", "e")
+    return String(Number(value.toPrecision(3)))
+}
+
+/** Return a duration as people read it: 0:42, 12:05, 1:02:03. */
+export function clock(seconds) {
+    const whole = Math.round(seconds)
+    const two = (n) => String(n).padStart(2, "0")
+    const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60]
+    return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`
+}
+
+function number(value) {
+    return Number.isFinite(value) ? value : NaN
+}
