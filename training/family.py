@@ -28,7 +28,7 @@ class Family:
     """Preset name -> globs over module paths of the diffusion model. Only layers of a known kind are
     taken."""
     blocks: tuple[str, ...]
-    """Globs of the repeated blocks: the units of checkpointing, offloading and per-block settings."""
+    """Globs of the repeated blocks: the units of offloading and per-block settings."""
     idle: tuple[str, ...] = ()
     """Globs of layers whose output nothing reads, "-1" being the last block: an adapter there would learn
     nothing."""
@@ -65,6 +65,13 @@ class Family:
     """CLIP encoders that can be trained too, by ComfyUI's names -> prefix of their kohya keys."""
     pooled: tuple[str, ...] = ()
     """Those of them whose last layer the network sees, in the pooled output."""
+    units: tuple[str, ...] = ()
+    """Globs of what checkpointing recomputes as a whole; empty where that is the blocks. ComfyUI's U-Nets call
+    the parts of a block one by one."""
+
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        return self.units or self.blocks
 
     def idle_layers(self, paths: Iterable[str]) -> set[str]:
         """Return those module paths whose layers have no effect on the model's output."""
@@ -96,7 +103,7 @@ def family_of(
     """
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
     family = FAMILIES.get(row, GENERIC)
-    words = [word for word in DISTILLED if word in file.lower()]
+    words = [word for word in DISTILLED if re.search(rf"(?<![a-z]){word}(?![a-z])", file.lower())]
     return (
         replace(family, notes=(*family.notes, _distilled(words[0]))) if words and not family.notes else family
     )
@@ -136,6 +143,12 @@ _MMDIT_ATTENTION = ("joint_blocks.*.*_block.attn*.qkv", "joint_blocks.*.*_block.
 _MMDIT_MLP = ("joint_blocks.*.*_block.mlp.fc*",)
 _UNET_ATTENTION = ("*.transformer_blocks.*.attn?.*",)
 _UNET_MLP = ("*.transformer_blocks.*.ff.net.*", "*.proj_in", "*.proj_out")
+_UNET_UNITS = (
+    *("input_blocks.*.*.transformer_blocks.*", "input_blocks.*.0"),
+    *("middle_block.*.transformer_blocks.*", "middle_block.0", "middle_block.2"),
+    *("output_blocks.*.*.transformer_blocks.*", "output_blocks.*.0"),
+)
+"""Transformer blocks, and the ResBlock that each block of the U-Net begins with."""
 _FLUX_ATTENTION = ("double_blocks.*.*_attn.qkv", "double_blocks.*.*_attn.proj", "single_blocks.*.linear?")
 _FLUX_MLP = ("double_blocks.*.*_mlp.*",)
 _LUMINA_ATTENTION = ("layers.*.attention.qkv", "layers.*.attention.out")
@@ -167,6 +180,7 @@ _SDXL = Family(
     base_model="sdxl_base_v1-0",
     targets=_targets(_UNET_ATTENTION, _UNET_MLP),
     blocks=("input_blocks.*", "middle_block", "output_blocks.*"),
+    units=_UNET_UNITS,
     space="output",
     text_encoders={"clip_l": "lora_te1_", "clip_g": "lora_te2_"},
     pooled=("clip_g",),

@@ -19,7 +19,7 @@ from .adapters import build_adapters, draws, initialise, named_parameters, needs
 from .config import TrainConfig, ValidationConfig
 from .coverage import Coverage
 from .memory.placement import Placement
-from .memory.plan import candidates
+from .memory.plan import fitting
 from .memory.precision import compute_dtype
 from .memory.usage import peak_bytes
 from .model import Batch, Dataset, Denoiser, Samples
@@ -110,7 +110,9 @@ def train(
     coverage = Coverage(work.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser.device)
-    with Placement(denoiser, work.adapters, candidates(config.memory), dtype) as placement:
+    adapted = {path: denoiser.specs[path] for path in work.adapters}
+    plans = fitting(denoiser, adapted, config, largest_batch(dataset, config))
+    with Placement(denoiser, work.adapters, plans, dtype) as placement:
         measure(denoiser, validation, work)  # the run may have been interrupted before it could
         while work.step < clock.last and not is_over(config.validation, work.validations):
             clock.step_begins()
@@ -262,6 +264,12 @@ def epochs(dataset: Dataset, config: TrainConfig, step: int) -> float | None:
     """Return how often `dataset` was gone through after `step` steps, where it counts epochs."""
     length = getattr(dataset, "steps_per_epoch", None)
     return step * config.gradient_accumulation / length(config.batch_size) if length else None
+
+
+def largest_batch(dataset: Dataset, config: TrainConfig) -> Batch | None:
+    """Return a batch as large as they come, where `dataset` knows its sizes: what memory is planned for."""
+    largest = getattr(dataset, "largest_batch", None)
+    return largest(config.batch_size) if largest else None
 
 
 class Clock:

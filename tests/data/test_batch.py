@@ -78,6 +78,14 @@ def dataset(tmp_path, config=SMALL, **images):
     return encode(scan(tmp_path / "set", config), FakeEncoder(), tmp_path / "cache")
 
 
+def test_the_largest_batch_is_of_the_largest_bucket(tmp_path):
+    found = dataset(tmp_path, square=(64, 64), wide=(128, 64), small=(32, 32))
+    largest = max(batch.latents[0].numel() for batch in all_batches(found))
+    batch = found.largest_batch(3)
+    assert batch.latents[0].numel() == largest and len(batch.latents) == 3
+    assert len(batch.conditioning) == len(batch.extras) == 3
+
+
 def all_batches(dataset, size=1, seed=0, epochs=1):
     return [dataset.batch(size, seed=seed, index=i) for i in range(epochs * dataset.steps_per_epoch(size))]
 

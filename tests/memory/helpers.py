@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from graft.training.adapters import attach, draws, restore_adapters
 from graft.training.loop import initial_state
 from graft.training.memory.checkpointing import checkpointed
+from graft.training.memory.live import LiveTensors
 from graft.training.objective import loss
 
 
@@ -34,8 +35,22 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32, ar
     weights = {n: w + 0.05 * torch.randn(w.shape, generator=generator) for n, w in state.weights.items()}
     adapters = restore_adapters(denoiser.specs, state.adapter, weights, denoiser.device)
     with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
-        blocks = denoiser.family.blocks
-        with attach(base.layers, adapters), checkpointed(base.module, blocks, mode), draws(0, 0):
+        units = denoiser.family.checkpointed
+        with attach(base.layers, adapters), checkpointed(base.module, units, mode), draws(0, 0):
             value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
             value.backward()
     return value.item(), {f"{p}.{n}": t.grad for p, a in adapters.items() for n, t in a.named_parameters()}
+
+
+def measured(denoiser, batch, config, mode, dtype=torch.float32):
+    """Return the live tensors of a step as it is really computed, and the bytes kept between its passes."""
+    state = initial_state(denoiser, config)
+    adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
+    with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
+        units = denoiser.family.checkpointed
+        with attach(base.layers, adapters), checkpointed(base.module, units, mode), draws(0, 0):
+            with LiveTensors() as live:
+                value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
+                kept = live.now
+                value.backward()
+    return live, kept

@@ -106,6 +106,20 @@ class EncodedDataset:
             extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
         )
 
+    def largest_batch(self, size: int) -> Batch:
+        """Return `size` times one sample of the largest bucket: what memory is planned for."""
+        at = self.index
+        sides = np.array(at.buckets)[at.bucket[self.entries]]
+        entry = int(self.entries[sides.prod(1).argmax()])
+        view = int(at.view_start[entry])
+        text = bytes(at.text_keys[at.text_start[at.sample[entry]]])
+        latents = self._latents(view)
+        return Batch(
+            latents=latents.expand(size, *latents.shape),
+            conditioning=[self._conditioning(text)] * size,
+            extras=[self._extras(entry, view)] * size,
+        )
+
     def choose(self, size: int, *, seed: int, index: int) -> Choice:
         """Return what micro-batch `index` consists of, without reading it."""
         at = self.index

@@ -114,7 +114,7 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
     Copies are ordered by the device's own stream, so nobody waits for them. Inputs without a gradient (text,
     positions) are the same for every block and stay; so does what is in host memory already.
     """
-    tensors = [t for t in inputs if isinstance(t, Tensor) and _is_worth_moving(t)]
+    tensors = [t for t in inputs if isinstance(t, Tensor) and t.device.type != "cpu" and is_worth_moving(t)]
     moved = {t.untyped_storage().data_ptr(): t for t in tensors}
 
     def pack(tensor: Tensor) -> Any:
@@ -133,5 +133,6 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def _is_worth_moving(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.device.type != "cpu" and tensor.nbytes >= SMALLEST_INPUT
+def is_worth_moving(tensor: Tensor) -> bool:
+    """Say whether a block's input waits in host memory, where that is another memory."""
+    return tensor.requires_grad and tensor.nbytes >= SMALLEST_INPUT

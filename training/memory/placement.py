@@ -95,8 +95,8 @@ class Placement:
         with ExitStack() as held:
             base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base))
             held.enter_context(attach(base.layers, self.adapters))
-            blocks = self.denoiser.family.blocks
-            held.enter_context(checkpointed(base.module, blocks, self.plan.checkpointing))
+            units = self.denoiser.family.checkpointed
+            held.enter_context(checkpointed(base.module, units, self.plan.checkpointing))
             self.base, self._held = base, held.pop_all()
 
     def _require_another(self, error: RuntimeError | MemoryError) -> None:

@@ -1,13 +1,52 @@
-"""The memory plan: where the base is kept and what of a step is recomputed, chosen by what fits."""
+"""The memory plan: where the base is kept and what of a step is recomputed, chosen by what fits.
+
+The peak of a plan is the base's weights where it keeps them, the adapters with their gradients and optimizer
+memory, and a forecast of the step (`forecast.py`). What the settings leave open is decided by it, fastest
+plan first; rounding the base changes the result and so is never decided here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from ..config import MemoryConfig
+import torch
+
+from ..adapters import build_adapters
+from ..config import MemoryConfig, OptimizerConfig, TrainConfig
+from ..layer import LayerSpec
+from ..model import Batch, Denoiser
 from .checkpointing import MODES
-from .store import STORES
+from .forecast import Forecast, forecast
+from .precision import compute_dtype
+from .quantize import FORMATS
+from .store import STORES, bytes_of
+from .usage import free_bytes
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+RESERVE = 0.04
+"""Share of the memory that is left for what no tensor accounts for: the allocator's gaps, kernels' work
+space."""
+
+OPTIMIZER_BYTES: Mapping[str, float] = {
+    "adamw": 8,
+    "adamw8bit": 2.1,
+    "paged-adamw8bit": 2.1,
+    "lion": 4,
+    "lion8bit": 1.1,
+    "adafactor": 0.5,
+    "prodigy": 16,
+    "schedule-free-adamw": 8,
+    "schedule-free-radam": 8,
+    "stable-adamw": 8,
+    "sgd": 4,
+}
+"""Bytes of memory that each optimizer keeps for a trained number."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +62,28 @@ class Plan:
         return f"base {self.base}, checkpointing {self.checkpointing}"
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan takes, in bytes of the device."""
+
+    plan: Plan
+    weights: int
+    """Of the base."""
+    adapters: int
+    """Weights and optimizer memory of what is trained."""
+    step: Forecast
+    moved: int = 0
+    """Copied from host memory to the device in a step."""
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.adapters + self.step.peak
+
+    def seconds(self, flops: float, bandwidth: float) -> float:
+        """Return a step's time on a device of so many operations and bytes a second; copies run beside."""
+        return max(self.step.flops / flops, self.moved / bandwidth)
+
+
 def candidates(config: MemoryConfig) -> Sequence[Plan]:
     """Return the plans that the settings allow, fastest first: all give the same result.
 
@@ -34,3 +95,139 @@ def candidates(config: MemoryConfig) -> Sequence[Plan]:
     bases = ("resident", "offload") if config.base == "auto" else (config.base,)
     modes = tuple(MODES) if config.checkpointing == "auto" else (config.checkpointing,)
     return [Plan(base, mode) for base in bases for mode in modes]
+
+
+def fitting(
+    denoiser: Denoiser,
+    adapted: Mapping[str, LayerSpec],
+    config: TrainConfig,
+    batch: Batch | None,
+    available: int | None = None,
+) -> Sequence[Plan]:
+    """Return the candidates from the fastest one that fits on, to be tried in this order.
+
+    `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them. Memory
+    is the settings' budget, `available`, or what is free on the device; where nobody knows, everything fits.
+    """
+    plans = candidates(config.memory)
+    budget = int(config.memory.budget_gb * GIB) or available or free_bytes(denoiser.device)
+    if (
+        batch is None
+        or budget is None
+        or len(plans) == 1
+        or fits_surely(denoiser, adapted, config, batch, budget)
+    ):
+        return plans
+    predict = predictor(denoiser, adapted, config, batch)
+    try:
+        for index, plan in enumerate(plans):
+            found = predict(plan)
+            if found.peak <= budget * (1 - RESERVE):
+                log.info("Graft: %s takes %s of %s.", plan, gib(found.peak), gib(budget))
+                return plans[index:]
+    except (RuntimeError, NotImplementedError) as error:
+        log.warning("Graft: the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
+        return plans
+    log.warning(
+        "Graft: no plan fits into %s; trying the one that takes least, %s (%s). Set base to 'fp8' or "
+        "'nf4' in Memory Settings to take less.",
+        *(gib(budget), plans[-1], gib(found.peak)),
+    )
+    return plans[-1:]
+
+
+def predictor(
+    denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch
+) -> Callable[[Plan], Prediction]:
+    """Return the function that predicts a plan; each checkpointing mode is forecast once.
+
+    It raises RuntimeError for networks that `forecast` cannot follow.
+    """
+    dtype = compute_dtype(config.memory, denoiser.device)
+    blocks = denoiser.family.blocks
+
+    @cache
+    def step(mode: str) -> Forecast:
+        return forecast(denoiser, adapted, config.adapter, batch, mode, dtype)
+
+    def predict(plan: Plan) -> Prediction:
+        weights = bytes_of(denoiser.specs, blocks, plan.base, dtype) + whole_again(
+            denoiser.specs, plan, dtype
+        )
+        everything = bytes_of(denoiser.specs, blocks, "resident", dtype)
+        passes = 2 if plan.checkpointing in ("none", "selective") else 3
+        moved = passes * everything if plan.base == "offload" else 0
+        return Prediction(plan, weights, adapter_bytes(adapted, config), step(plan.checkpointing), moved)
+
+    return predict
+
+
+def whole_again(specs: Mapping[str, LayerSpec], plan: Plan, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest linear layer while it is made whole: its numbers, and those scaled."""
+    if plan.base not in FORMATS:
+        return 0
+    return (
+        2 * max((_size(spec) for spec in specs.values() if spec.kind == "linear"), default=0) * dtype.itemsize
+    )
+
+
+def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
+    """Return the bytes of the adapters' weights and their optimizer's memory; gradients are the step's."""
+    with torch.device("meta"):
+        adapters = build_adapters(adapted, config.adapter)
+    trained = sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
+    weight = 4 if config.optimizer.weights == "fp32" else 2
+    return int(trained * (weight + state_bytes(config.optimizer)))
+
+
+def state_bytes(config: OptimizerConfig) -> float:
+    """Return an optimizer's memory for one trained number, in bytes."""
+    return OPTIMIZER_BYTES[config.name.lower()]
+
+
+def fits_surely(
+    denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch, budget: int
+) -> bool:
+    """Say whether the budget exceeds by far whatever a step could keep, so that nothing need be foreseen.
+
+    Counts every layer's input and output six times at the latents' full resolution, in float32.
+    """
+    dtype = compute_dtype(config.memory, denoiser.device)
+    text = max((c.shape[1] for each in batch.conditioning for c in each.values() if c.ndim == 3), default=0)
+    positions = batch.latents.shape[0] * (batch.latents[0, 0].numel() + text)
+    widths = sum(sum(spec.shape[:2]) for spec in denoiser.specs.values())
+    weights = bytes_of(denoiser.specs, denoiser.family.blocks, "resident", dtype)
+    return weights + 2 * adapter_bytes(adapted, config) + 24 * positions * widths <= budget
+
+
+def gib(size: int) -> str:
+    """Return a number of bytes as people read it."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
+
+
+def table(
+    predictions: Sequence[Prediction], budget: int | None, flops: float | None, bandwidth: float
+) -> str:
+    """Return the plans as text, one a line: what each takes, how long a step lasts, whether it fits.
+
+    Without the device's `flops` a second, times are multiples of the fastest plan's.
+    """
+    rows: list[tuple[str, ...]] = [
+        ("base", "checkpointing", "weights", "adapters", "step", "peak", "time", "")
+    ]
+    fastest = min(p.step.flops for p in predictions) or 1
+    for p in predictions:
+        time = f"x {p.step.flops / fastest:.2f}" if flops is None else f"{p.seconds(flops, bandwidth):.3g} s"
+        fits = "" if budget is None else "fits" if p.peak <= budget * (1 - RESERVE) else "too large"
+        sizes = (gib(size) for size in (p.weights, p.adapters, p.step.peak, p.peak))
+        rows.append((p.plan.base, p.plan.checkpointing, *sizes, time, fits))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+HEAD = ("base", "checkpointing", "weights", "adapters", "step", "peak", "time", "")
+
+
+def _size(spec: LayerSpec) -> int:
+    return torch.Size(spec.shape).numel()

@@ -19,6 +19,9 @@ from .quantize import FORMATS, SMALLEST, Packed, pack, plain
 STORES = ("resident", "fp8", "int8", "nf4", "offload")
 """On the device in the compute dtype; there in fewer bits; in host memory."""
 
+UNPLACED = "unplaced"
+"""Left where the file's loader put them, for a forecast, which computes nothing."""
+
 
 @dataclass
 class Store:
@@ -35,13 +38,15 @@ class Store:
     """Block -> bytes of its weights in host memory."""
 
     def __post_init__(self) -> None:
-        if self.name not in STORES:
+        if self.name not in (*STORES, UNPLACED):
             raise ValueError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)
 
     def fetch_of(self, path: str, spec: LayerSpec, weight: Packed) -> Fetch:
         """Take a layer's host weight and return the function that brings it in."""
+        if self.name == UNPLACED:
+            return _fetch(weight)
         block = block_of(path, self.blocks)
         if block is not None and self._quantises(spec, weight):
             whole = moved(weight, self.device).weight(torch.float32)

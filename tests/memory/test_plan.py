@@ -1,0 +1,150 @@
+"""The plan that is chosen fits, is the fastest that does, and changes nothing but time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graft.tests.adapters.cases import adapter_config, train_config
+from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.training.config import MemoryConfig, OptimizerConfig
+from graft.training.loop import train
+from graft.training.memory.checkpointing import MODES
+from graft.training.memory.live import LiveTensors
+from graft.training.memory.plan import (
+    GIB,
+    OPTIMIZER_BYTES,
+    RESERVE,
+    Plan,
+    adapter_bytes,
+    candidates,
+    fits_surely,
+    fitting,
+    predictor,
+    table,
+)
+from graft.training.memory.store import STORES
+from graft.training.optimizer import OPTIMIZERS
+
+
+class Sized(TinyDataset):
+    """Knows how large its batches get."""
+
+    def largest_batch(self, size):
+        return self.batch(size, seed=0, index=0)
+
+
+BATCH = Sized().largest_batch(2)
+CONFIG = replace(train_config(adapter_config("lora", targets="all")), batch_size=2)
+
+
+def with_memory(**settings):
+    return replace(CONFIG, memory=MemoryConfig(**settings))
+
+
+def predictions(denoiser, config=CONFIG):
+    return [predictor(denoiser, denoiser.specs, config, BATCH)(plan) for plan in candidates(config.memory)]
+
+
+def chosen(denoiser, available, config=CONFIG):
+    return list(fitting(denoiser, denoiser.specs, config, BATCH, available))
+
+
+def test_the_fastest_plan_that_fits_is_chosen():
+    denoiser = TinyDenoiser()
+    for found in predictions(denoiser):
+        first = chosen(denoiser, int(found.peak / (1 - RESERVE)) + 1)[0]
+        fits = [p.plan for p in predictions(denoiser) if p.peak <= found.peak + 1]
+        assert first == fits[0]
+
+
+def test_where_nothing_fits_the_smallest_is_tried_and_the_user_told(caplog):
+    assert chosen(TinyDenoiser(), 1000) == [Plan("offload", "block-offload")]
+    assert "no plan fits into 0.0 MiB" in caplog.text and "base to 'fp8' or 'nf4'" in caplog.text
+
+
+def test_a_plan_that_the_user_fixed_is_kept():
+    config = with_memory(base="resident", checkpointing="selective")
+    assert chosen(TinyDenoiser(), 1000, config) == [Plan("resident", "selective")]
+
+
+def test_with_ample_memory_nothing_is_foreseen(monkeypatch):
+    monkeypatch.setattr("graft.training.memory.plan.forecast", None)
+    denoiser = TinyDenoiser()
+    assert fits_surely(denoiser, denoiser.specs, CONFIG, BATCH, GIB)
+    assert chosen(denoiser, GIB) == list(candidates(CONFIG.memory))
+
+
+def test_a_network_that_cannot_be_foreseen_starts_with_the_fastest_plan(monkeypatch, caplog):
+    def fails(*args):
+        raise RuntimeError("depends on numbers")
+
+    monkeypatch.setattr("graft.training.memory.plan.forecast", fails)
+    assert chosen(TinyDenoiser(), 100_000) == list(candidates(CONFIG.memory))
+    assert "cannot be foreseen (depends on numbers)" in caplog.text
+
+
+@pytest.mark.parametrize("base", STORES)
+def test_every_plan_is_predicted(base):
+    config = with_memory(base=base)
+    found = predictions(TinyDenoiser(), config)
+    assert [p.plan.checkpointing for p in found] == list(MODES)
+    assert found[0].peak > found[1].peak > found[2].peak >= found[3].peak
+    assert all((p.moved > 0) == (base == "offload") for p in found)
+
+
+def test_the_table_says_what_fits_and_how_long_it_takes():
+    found = predictions(TinyDenoiser())
+    lines = table(found, found[2].peak * 2, None, 1.0).splitlines()
+    assert len(lines) == 1 + len(found) and lines[1].split()[:2] == ["resident", "none"]
+    assert "x 1.00" in lines[1] and lines[3].endswith("fits")
+    assert " s" in table(found, None, 1e9, 1e9) and "fits" not in table(found, None, 1e9, 1e9)
+    assert table(found, 1000, None, 1.0).count("too large") == len(found)
+
+
+def test_every_optimizer_has_its_memory_counted():
+    assert OPTIMIZER_BYTES.keys() == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "stable-adamw", "sgd"])
+def test_adapters_take_what_is_counted(name):
+    denoiser, config = TinyDenoiser(), replace(CONFIG, optimizer=OptimizerConfig(name=name))
+    state = train(denoiser, Sized(), config, None, steps=2)
+    tensors = [*state.weights.values(), *state.optimizer.tensors.values()]
+    counted = adapter_bytes(denoiser.specs, config)
+    assert abs(sum(t.nbytes for t in tensors) - counted) <= 0.05 * counted + 1000
+
+
+class Budget:
+    """A device of so many bytes: an operation beyond it raises out-of-memory."""
+
+    def __init__(self, denoiser, limit):
+        self.denoiser, self.limit, self.steps = denoiser, limit, 0
+        denoise = denoiser.denoise
+
+        def limited(*args):
+            self.steps += 1
+            with LiveTensors(self.limit) as self.live:
+                return denoise(*args)
+
+        denoiser.denoise = limited
+
+
+def kept_by_forward(mode):
+    denoiser = TinyDenoiser()
+    budget = Budget(denoiser, None)
+    state = train(denoiser, Sized(), with_memory(checkpointing=mode), None, steps=2)
+    return budget.live.peak, state
+
+
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_under_any_budget_a_run_ends_in_the_state_of_a_large_one(mode):
+    (large, expected), (small, _) = kept_by_forward("none"), kept_by_forward(mode)
+    denoiser = TinyDenoiser()
+    budget = Budget(denoiser, (small + large) // 2)
+    state = train(denoiser, Sized(), CONFIG, None, steps=2)
+    assert small < large and budget.steps > 2
+    assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
+    assert state.losses == expected.losses

@@ -1,0 +1,133 @@
+"""What a step will keep and compute, found without computing it.
+
+The model's own forward and backward pass runs on fake tensors, which have shapes and no numbers, with the
+adapters attached and the blocks checkpointed as they will be. Nothing is known of the network but that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..adapters import attach, build_adapters
+from ..config import AdapterConfig
+from ..layer import FrozenLayer, LayerSpec
+from ..model import Batch, Denoiser
+from ..objective import loss_at
+from .checkpointing import checkpointed, repeated_blocks
+from .live import LiveTensors
+from .offload import is_worth_moving
+from .store import UNPLACED
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One step of one micro-batch, beyond the weights of base and adapters."""
+
+    kept: int
+    """Bytes between the forward and the backward pass."""
+    peak: int
+    """Bytes at the worst moment, gradients included."""
+    flops: int
+    """Floating-point operations of products, convolutions and attention."""
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def forecast(
+    denoiser: Denoiser,
+    adapted: Mapping[str, LayerSpec],
+    config: AdapterConfig,
+    batch: Batch,
+    mode: str,
+    dtype: torch.dtype,
+) -> Forecast:
+    """Return what a step over `batch` takes with adapters on the `adapted` layers, checkpointed by `mode`.
+
+    Block inputs that "block-offload" moves to host memory are left out, whichever device this is.
+    Raises RuntimeError where the network does what fake tensors cannot: depend on numbers.
+    """
+    with ExitStack() as stack:
+        base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
+        stack.enter_context(untouched(base.module))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_EveryMaskHolds())  # type: ignore[no-untyped-call]
+        for layer in base.layers.values():
+            layer.weight = _fake_weight(layer, dtype, denoiser.device)
+        with denoiser.device:
+            adapters = build_adapters(adapted, config)
+        stack.enter_context(attach(base.layers, adapters))
+        units = denoiser.family.checkpointed
+        kept_of_block = "block" if mode == "block-offload" else mode
+        stack.enter_context(checkpointed(base.module, units, kept_of_block))
+        inputs: list[int] = []
+        for block in repeated_blocks(base.module, units).values() if mode == "block-offload" else ():
+            stack.callback(block.register_forward_pre_hook(_noting(inputs), with_kwargs=True).remove)
+        x0 = torch.zeros(batch.latents.shape, device=denoiser.device)
+        sigma = torch.full((len(x0),), 0.5, device=denoiser.device)
+        live = stack.enter_context(LiveTensors())
+        loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
+        kept = live.now
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Forecast(kept - sum(inputs), live.peak - sum(inputs) + max(inputs, default=0), live.flops)
+
+
+@contextmanager
+def untouched(network: nn.Module) -> Iterator[None]:
+    """Restore every module's attributes afterwards: networks may keep tables that they compute once."""
+    before = {module: dict(vars(module)) for module in network.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _fake_weight(
+    layer: FrozenLayer, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.dtype, torch.device], Tensor]:
+    fake = torch.empty(layer.spec.shape, dtype=dtype, device=device)
+    return lambda wanted, device: fake if wanted == dtype else fake.to(wanted)
+
+
+def _noting(sizes: list[int]) -> Callable[..., None]:
+    """Return a hook that appends the bytes of a block's inputs that would wait in host memory."""
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        sizes.append(sum(t.nbytes for t in tensors if is_worth_moving(t)))
+
+    return note
+
+
+class _EveryMaskHolds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a mask, whose values are not known, select everything: the most that it can keep."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        operation = function.overloadpacket
+        if operation in INDEXING:
+            args = (args[0], [part for index in args[1] for part in _positions(index)], *args[2:])
+        if operation is torch.ops.aten._local_scalar_dense and args[0].dtype == torch.bool:
+            return True
+        return function(*args, **(kwargs or {}))
+
+
+def _positions(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return an index as it is, and a mask as the index of each of its elements."""
+    if index is None or index.dtype != torch.bool:
+        return (index,)
+    every = torch.arange(index.numel(), device=index.device)
+    return tuple(torch.unravel_index(every, index.shape))
+
+
+INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)

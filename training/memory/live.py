@@ -1,0 +1,65 @@
+"""How many bytes of tensors exist, now and at most: an allocator's view of any device, the CPU included.
+
+Counts every storage that an operation makes, from when it is made until nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts bytes and floating-point operations of what is computed while it is entered.
+
+    With a `limit`, an operation that would leave more bytes alive raises torch.OutOfMemoryError.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limit = limit
+        self.now = 0
+        self.peak = 0
+        self.flops = 0
+        self._known: dict[int, int] = {}
+        """Storage -> its bytes; 0 for those that others made."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        for tensor in _tensors((args, kwargs)):
+            self._know(tensor, 0)
+        result = function(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._know(tensor, tensor.untyped_storage().nbytes())
+        if self.limit is not None and self.now > self.limit:
+            raise torch.OutOfMemoryError(f"{self.now} bytes are in use, {self.limit} are allowed.")
+        count = flop_registry.get(function.overloadpacket) if hasattr(function, "overloadpacket") else None
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=result)
+        return result
+
+    def _know(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._known.pop(key)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
