@@ -298,6 +298,17 @@ def test_validation_shows_each_image_once_and_always_alike(tmp_path):
     assert len({batch.names for batch in one}) == 6
 
 
+def test_samples_are_the_entries_of_the_validation_set_one_by_one(tmp_path):
+    config = replace(SMALL, repeats=3, augment=AugmentConfig(flip=True), caption=CaptionConfig(dropout=1.0))
+    dataset = many(tmp_path, config, count=6)
+    held = dataset.validation()
+    assert len(dataset) == len(held) == 6
+    for index, batch in enumerate(all_batches(held, seed=0)):
+        for found in (dataset.sample(index), held.sample(index)):
+            assert torch.equal(found.latents, batch.latents) and found.names == batch.names
+            assert torch.equal(found.conditioning[0]["cross_attn"], batch.conditioning[0]["cross_attn"])
+
+
 @pytest.mark.parametrize("options", [{"names": ("nothing*",)}, {"names": ("*",)}, {}])
 def test_a_split_that_leaves_a_side_empty_is_refused(tmp_path, options):
     with pytest.raises(ValueError, match="leaves no image for (training|validation), out of 3"):

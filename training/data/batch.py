@@ -159,6 +159,17 @@ class EncodedDataset:
         """Return the same images as a validation set: each once, always alike, in the same order."""
         return self._part(np.ones(len(self.entries), bool), True)
 
+    def sample(self, index: int) -> Batch:
+        """Return entry `index` as a batch of one: first view and caption, nothing dropped, always alike.
+
+        With it and `len`, a dataset is the `Samples` of `training.model`.
+        """
+        return self._as_validation.batch(1, seed=0, index=index)
+
+    @cached_property
+    def _as_validation(self) -> EncodedDataset:
+        return self if self.steady else self.validation()
+
     def _part(self, mask: NDArray[np.bool_], steady: bool) -> EncodedDataset:
         """Return some of the entries as a dataset of their own, by a mask (entries,)."""
         return EncodedDataset(
