@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base_model import LoadBaseModel
 from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
 from .lora import BuildLora
+from .lora_settings import LoraSettings
 from .output import LoadTrainingState, SaveLora, SaveTrainingState
 from .pictures import CheckpointGrid, LossPlot, SamplePromptsNode
 from .settings import (
@@ -28,6 +29,7 @@ ALL_NODES = [
     EncodeDataset,
     SplitDataset,
     BuildLora,
+    LoraSettings,
     OptimizerSettings,
     ObjectiveSettings,
     MemorySettings,

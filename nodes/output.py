@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,8 @@ class SaveLora(io.ComfyNode):
             finished=(state.path / "state.json").stat().st_mtime,
             seconds=_seconds(state),
         )
+        if job := (cls.hidden.extra_pnginfo or {}).get("graft_job"):
+            metadata["graft_job"] = json.dumps(job)
         try:
             write_lora(path, tensors, with_hashes(tensors, metadata))
         except OSError as error:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "demo": ("demo.run", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
+    "train": ("headless.train", "train a job file on a ComfyUI without an editor"),
+    "export-workflow": ("headless.export", "write a job file as a graph for ComfyUI"),
     "merge": ("training.tools.merge", "merge LoRAs into a checkpoint"),
     "extract": ("training.tools.extract", "extract a LoRA from the difference of two models"),
     "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),

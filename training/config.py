@@ -14,7 +14,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -402,10 +402,16 @@ def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{where}{key}: unknown setting; known: {', '.join(hints)}.{hint}")
+            raise unknown_key(key, hints, where=where)
     return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
+
+
+def unknown_key(key: str, known: Iterable[str], *, where: str = "") -> ValueError:
+    """Return the error that names a key that is not one of `known`, and the nearest that is."""
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"{where}{key}: unknown setting; known: {', '.join(names)}.{hint}")
 
 
 def digest(*parts: Any) -> str:

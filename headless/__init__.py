@@ -1,0 +1,1 @@
+"""Graft without the editor: jobs from files, and several processes for one run."""

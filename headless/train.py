@@ -1,0 +1,106 @@
+"""`graft train job.yaml`: the job's graph on a ComfyUI without an editor.
+
+Ctrl-C saves the run; the same command goes on from there, and a finished job costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..demo.runtime import OnEvent, PromptError, comfyui_version, find_comfyui, server
+from ..demo.terminal import Bar, say
+from ..training.job import DATASETS, Job, model_paths, read_job
+
+MODEL_FOLDERS = {
+    "checkpoints": ("checkpoints",),
+    "diffusion_models": ("diffusion_models", "unet"),
+    "text_encoders": ("text_encoders", "clip"),
+    "vae": ("vae",),
+    "embeddings": ("embeddings",),
+    "loras": ("loras",),
+}
+"""Kind of file -> where it lies in ComfyUI's models folder."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="see example_workflows/jobs")
+    parser.add_argument("--cpu", action="store_true", help="leave the graphics card alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train the job and return the exit code. Raises ValueError or OSError for what the user can mend."""
+    job = read_job(args.job)
+    comfyui = find_comfyui()
+    with tempfile.TemporaryDirectory(prefix="graft-train-", ignore_cleanup_errors=True) as scratch:
+        base = Path(scratch).resolve()
+        say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")
+        try:
+            with (
+                server(
+                    comfyui,
+                    base,
+                    options=options(job, comfyui, base),
+                    cpu=args.cpu or job.device == "cpu" or None,
+                ) as comfy,
+                reporting(job) as on_event,
+            ):
+                comfy.wait(comfy.post(job.prompt, extra_data(job)), on_event, timeout=float("inf"))
+        except PromptError as error:
+            log = job.output / f"{job.name}.comfyui.log"
+            shutil.copyfile(base / "comfyui.log", log)
+            raise ValueError(f"{error}\nComfyUI's own words are in {log}.") from error
+    say(f"Done: {job.output / 'loras' / job.name}.safetensors")
+    return 0
+
+
+def options(job: Job, comfyui: Path, base: Path) -> list[str]:
+    """Return ComfyUI's options for a job: where its files are, where results go, on which device."""
+    job.output.mkdir(parents=True, exist_ok=True)
+    found = ["--output-directory", str(job.output), *files(job, comfyui, base)]
+    _, _, number = job.device.partition(":")
+    return [*found, "--cuda-device", number] if number else found
+
+
+def files(job: Job, comfyui: Path, base: Path) -> list[str]:
+    """Return the options that tell ComfyUI of the job's folders, and of those of the ComfyUI that is used."""
+    own = {
+        kind: "\n".join(str(comfyui / "models" / name) for name in names)
+        for kind, names in MODEL_FOLDERS.items()
+    }
+    if (comfyui / "input").is_dir():
+        own[DATASETS] = "\n".join(
+            str(folder) for folder in sorted((comfyui / "input").iterdir()) if folder.is_dir()
+        )
+    paths = base / "model_paths.yaml"  # JSON is YAML, whatever is in a path
+    paths.write_text(json.dumps({**model_paths(job), "comfyui": own}), encoding="utf-8")
+    return ["--extra-model-paths-config", str(paths)]
+
+
+def extra_data(job: Job) -> dict[str, Any]:
+    """Return what goes with the prompt: the job itself, which Save LoRA writes into the file."""
+    return {"extra_pnginfo": {"graft_job": dict(job.document)}}
+
+
+@contextmanager
+def reporting(job: Job) -> Iterator[OnEvent]:
+    """Yield an `on_event` that shows how far the job is, with a line every `performance_log_every` steps."""
+    train, shown = job.node("GraftTrainSteps"), 0
+    with Bar(job.prompt) as bar:
+
+        def on_event(kind: str, data: dict[str, Any]) -> None:
+            nonlocal shown
+            bar(kind, data)
+            if kind == "progress" and data.get("node") == train and job.log_every:
+                if data["value"] // job.log_every > shown:
+                    shown = data["value"] // job.log_every
+                    say(f"\n{bar.text}" if bar.live else bar.text)
+
+        yield on_event

@@ -1,0 +1,114 @@
+"""A job file against the nodes: its graph is one that ComfyUI accepts and runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+import graft
+from graft.headless.export import as_text
+from graft.training.job import compile_job, read_job
+from graft.training.job_graph import NODES
+
+ROOT = Path(graft.__file__).parent
+JOB = ROOT / "example_workflows" / "jobs" / "first_lora.yaml"
+
+
+def widgets(node):
+    """Names and defaults of a node's inputs that are no wires."""
+    schema = node.INPUT_TYPES()
+    every = {**schema.get("required", {}), **schema.get("optional", {})}
+    plain = {
+        name: spec for name, spec in every.items()
+        if isinstance(spec[0], list) or spec[0] in ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")
+    }  # fmt: skip
+    return plain, set(schema.get("required", {}))
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_graph_sets_inputs_that_the_nodes_have_to_their_own_defaults(graft_nodes, name):
+    node = NODES[name]
+    known, required = widgets(graft_nodes[node.kind])
+    assert node.inputs.keys() <= known.keys() and required & known.keys() <= node.inputs.keys()
+    for key, value in node.inputs.items():
+        options = known[key][1] if len(known[key]) > 1 else {}
+        if "default" in options:
+            assert options["default"] == value, key
+
+
+def images(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for colour in ("red", "blue"):
+        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
+        (folder / f"{colour}.txt").write_text(f"a {colour} square, plain")
+
+
+def small(folder, **process):
+    """A job of two steps on two squares."""
+    images(folder)
+    values = {
+        "type": "sd_trainer",
+        "datasets": [{"folder_path": folder.name, "resolution": 64, "shuffle_tokens": True}],
+        "model": {
+            "name_or_path": "graft_tiny_sd3.safetensors",
+            "clip_l_path": "graft_tiny_clip_l.safetensors",
+        },
+        "network": {"type": "lokr", "linear": 2, "network_kwargs": {"lr_if_contains": {"mlp": 0.5}}},
+        "train": {"steps": 2, "lr": "1e-3", "optimizer": "adamw", "ema_config": {"use_ema": True}},
+        "save": {"dtype": "float32"},
+        **process,
+    }
+    return {"config": {"name": "job", "process": [values]}}
+
+
+def test_a_job_with_every_kind_of_node_runs(execute, base):
+    sample = {"prompts": ["red"], "width": 64, "height": 64, "sample_every": 1, "sample_steps": 1}
+    more = {"train": {"steps": 2, "linear_timesteps": True, "dtype": "fp32", "lr": 1e-3}, "sample": sample}
+    job = compile_job(small(base / "input" / "job images", **more), base / "elsewhere")
+    for node in job.nodes("GraftLoadDataset"):
+        node["inputs"]["folder"] = "job images"
+    execute(job.prompt, extra_data={"extra_pnginfo": {"graft_job": {"meta": {"version": "1.0"}}}})
+    with safe_open(base / "output" / "loras" / "job.safetensors", "pt") as file:
+        assert any("lokr" in key for key in file.keys())
+        assert json.loads(file.metadata()["graft_job"]) == {"meta": {"version": "1.0"}}
+    assert list((base / "output" / "graft").glob("job-*/samples/*.png"))
+
+
+def test_an_exported_job_is_the_same_graph(tmp_path):
+    out = tmp_path / "graph.json"
+    command = [sys.executable, "-c", CLI, str(ROOT), "export-workflow", str(JOB), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text()) == read_job(JOB).prompt
+    assert out.read_text() == as_text(read_job(JOB).prompt)
+
+
+def test_a_job_trains_on_a_server_without_an_editor_and_costs_nothing_again(tmp_path, comfyui):
+    job = tmp_path / "job.yaml"
+    job.write_text(json.dumps(small(tmp_path / "squares", training_folder="out", device="cpu")))
+    command = [sys.executable, "-c", CLI, str(ROOT), "train", str(job)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "loras" / "job.safetensors").exists()
+    assert len(list((tmp_path / "out" / "graft").glob("job-*/checkpoints/step-*"))) == 1
+
+
+CLI = """
+import importlib.util, sys
+from pathlib import Path
+root = Path(sys.argv[1])
+spec = importlib.util.spec_from_file_location(
+    "graft", root / "__init__.py", submodule_search_locations=[str(root)]
+)
+sys.modules["graft"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from graft.training.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""This checkout as the command `graft`, whatever its folder is called."""
