@@ -5,7 +5,15 @@ from __future__ import annotations
 from .base_model import LoadBaseModel
 from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
 from .lora import BuildLora
-from .lora_settings import LoraSettings
+from .lora_tools import (
+    ConvertLora,
+    ExtractLora,
+    InspectLora,
+    MergeCheckpoint,
+    MergeLora,
+    ResizeLora,
+    UnmergeLora,
+)
 from .output import LoadTrainingState, SaveLora, SaveTrainingState
 from .pictures import CheckpointGrid, LossPlot, SamplePromptsNode
 from .settings import (
@@ -29,7 +37,6 @@ ALL_NODES = [
     EncodeDataset,
     SplitDataset,
     BuildLora,
-    LoraSettings,
     OptimizerSettings,
     ObjectiveSettings,
     MemorySettings,
@@ -43,5 +50,12 @@ ALL_NODES = [
     SaveLora,
     SaveTrainingState,
     LoadTrainingState,
+    MergeLora,
+    UnmergeLora,
+    MergeCheckpoint,
+    ExtractLora,
+    ResizeLora,
+    ConvertLora,
+    InspectLora,
 ]
 """In workflow order."""

@@ -14,6 +14,7 @@ import folder_paths
 
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
+from .paths import listed, listed_file
 
 FROM_CHECKPOINT = "from checkpoint"
 
@@ -34,15 +35,20 @@ listed.
 
 
 def model_files() -> list[str]:
-    return sorted({*_files("checkpoints"), *_files("diffusion_models")})
+    return sorted({*listed("checkpoints"), *listed("diffusion_models")})
+
+
+def model_path(name: str) -> Path:
+    """Return the file that `model_files` names. Raises ValueError when it is not there."""
+    return listed_file(("checkpoints", "diffusion_models"), name)
 
 
 def text_encoder_files() -> list[str]:
-    return _files("text_encoders")
+    return listed("text_encoders")
 
 
 def vae_files() -> list[str]:
-    return _files("vae")
+    return listed("vae")
 
 
 def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
@@ -52,7 +58,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     a readable
     .safetensors base model.
     """
-    path = _path(("checkpoints", "diffusion_models"), model)
+    path = model_path(model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
     keys = require_safetensors(path)
     if any(key.startswith("model.diffusion_model.") for key in keys):
@@ -106,7 +112,7 @@ def _load(path: Path, load: Any) -> Any:
 
 
 def _load_clip(names: Sequence[str], config: str) -> Any:
-    paths = [_path(("text_encoders",), name) for name in names]
+    paths = [listed_file(("text_encoders",), name) for name in names]
     for path in paths:
         require_safetensors(path)
     kind = getattr(comfy.sd.CLIPType, CLIP_TYPES.get(config, "STABLE_DIFFUSION"))
@@ -119,23 +125,9 @@ def _load_clip(names: Sequence[str], config: str) -> Any:
 
 
 def _load_vae(name: str) -> Any:
-    path = _path(("vae",), name)
+    path = listed_file(("vae",), name)
     require_safetensors(path)
     vae = _load(path, lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
     if vae.first_stage_model is None:
         raise ValueError(f"{name}: not a VAE that ComfyUI recognises.")
     return vae
-
-
-def _files(kind: str) -> list[str]:
-    return [name for name in folder_paths.get_filename_list(kind) if name.endswith((".safetensors", ".sft"))]
-
-
-def _path(kinds: Sequence[str], name: str) -> Path:
-    for kind in kinds:
-        found = folder_paths.get_full_path(kind, name)
-        if found is not None:
-            return Path(found)
-    raise ValueError(
-        f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import folder_paths
@@ -31,6 +32,31 @@ def lora_path(name: str) -> Path:
     Raises ValueError for a name that is empty or leaves that folder.
     """
     return _inside(Path(folder_paths.get_output_directory()) / "loras", name, "file name", ".safetensors")
+
+
+def checkpoint_path(name: str) -> Path:
+    """Return the file output/checkpoints/<name>.safetensors, which ComfyUI's Load Checkpoint lists.
+
+    Raises ValueError for a name that is empty or leaves that folder.
+    """
+    root = Path(folder_paths.get_output_directory()) / "checkpoints"
+    return _inside(root, name, "file name", ".safetensors")
+
+
+def listed(kind: str) -> list[str]:
+    """Return the .safetensors files that ComfyUI lists under models/<kind>."""
+    return [name for name in folder_paths.get_filename_list(kind) if name.endswith((".safetensors", ".sft"))]
+
+
+def listed_file(kinds: Sequence[str], name: str) -> Path:
+    """Return a file that `listed` names under one of `kinds`. Raises ValueError when it is not there."""
+    for kind in kinds:
+        found = folder_paths.get_full_path(kind, name)
+        if found is not None:
+            return Path(found)
+    raise ValueError(
+        f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page."
+    )
 
 
 def run_folder(name: str, key: str) -> Path:

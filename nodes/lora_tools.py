@@ -1,0 +1,269 @@
+"""Merge, Unmerge, Extract, Resize, Convert and Inspect LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..training.comfy import loading, lora_files
+from ..training.comfy.lora_files import AS_IT_IS, NONE
+from ..training.tools.convert import LAYOUTS
+from .sockets import schema
+
+DTYPES = ("fp16", "bf16", "fp32")
+
+
+def _lora(tooltip: str) -> Any:
+    return io.Combo.Input("lora_name", options=lora_files.lora_names(), tooltip=tooltip)
+
+
+def _model_file(name: str, tooltip: str, others: Sequence[str] = ()) -> Any:
+    options = [*others, *loading.model_files()]
+    return io.Combo.Input(name, options=options, default=others[0] if others else None, tooltip=tooltip)
+
+
+def _strength(name: str, tooltip: str) -> Any:
+    return io.Float.Input(name, default=1.0, min=-100.0, max=100.0, step=0.01, tooltip=tooltip)
+
+
+def _size(rank: int) -> list[Any]:
+    return [
+        io.Int.Input(
+            "rank",
+            default=rank,
+            min=0,
+            max=4096,
+            tooltip="Largest rank of a layer, which decides the size of the file. 0: by energy alone.",
+        ),
+        io.Float.Input(
+            "energy",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            round=False,
+            tooltip="Share of each layer's squared singular values to keep, such as 0.95: layers that "
+            "changed little get a smaller rank. 0: by rank alone.",
+        ),
+    ]
+
+
+def _output(folder: str = "loras", default: str = "my_lora") -> Any:
+    tooltip = f"File name under output/{folder}; '/' makes subfolders."
+    return io.String.Input("name", default=default, tooltip=tooltip)
+
+
+def _dtype(options: Sequence[str] = DTYPES) -> Any:
+    tooltip = "Number format of the file: fp32 is exact and twice as large."
+    return io.Combo.Input("dtype", options=list(options), default=options[0], tooltip=tooltip)
+
+
+def _written(result: tuple[Path, str]) -> io.NodeOutput:
+    path, report = result
+    return io.NodeOutput(str(path), ui={"text": [report]})
+
+
+class MergeLora(io.ComfyNode):
+    """A LoRA in a MODEL, to be taken out again."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftMergeLora",
+            display_name="Merge LoRA",
+            description="Put a LoRA into MODEL and CLIP. Unlike Load LoRA it lists keys that fit nothing, "
+            "refuses to merge twice, and Unmerge LoRA takes it out again. To keep the result, follow it with "
+            "Save Checkpoint.",
+            search_aliases=["graft", "apply lora", "fuse"],
+            inputs=[
+                io.Model.Input("model", tooltip="It is not changed."),
+                _lora("From models/loras and output/loras."),
+                _strength("strength_model", "1 is as trained; below 0 turns it round."),
+                _strength("strength_clip", "Of the text encoder part, where the LoRA has one."),
+                io.Clip.Input("clip", optional=True, tooltip="For LoRAs with a text encoder part."),
+            ],
+            outputs=[io.Model.Output("MODEL"), io.Clip.Output("CLIP"), io.String.Output("report")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, **_: Any) -> str:
+        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
+
+    @classmethod
+    def execute(
+        cls, model: Any, lora_name: str, strength_model: float, strength_clip: float, clip: Any = None
+    ) -> io.NodeOutput:
+        merged = lora_files.merge_lora(model, clip, lora_name, strength_model, strength_clip)
+        return io.NodeOutput(*merged, ui={"text": [merged[2]]})
+
+
+class UnmergeLora(io.ComfyNode):
+    """A MODEL as it was before Merge LoRA."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftUnmergeLora",
+            display_name="Unmerge LoRA",
+            description="Take a LoRA out of MODEL and CLIP again: the weights are those from before Merge "
+            "LoRA, bit for bit.",
+            search_aliases=["graft", "remove lora"],
+            inputs=[
+                io.Model.Input("model", tooltip="From Merge LoRA, or a node after it. It is not changed."),
+                _lora("The LoRA that was merged, under any name."),
+                io.Clip.Input("clip", optional=True),
+            ],
+            outputs=[io.Model.Output("MODEL"), io.Clip.Output("CLIP")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, **_: Any) -> str:
+        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
+
+    @classmethod
+    def execute(cls, model: Any, lora_name: str, clip: Any = None) -> io.NodeOutput:
+        model, clip, report = lora_files.unmerge_lora(model, clip, lora_name)
+        return io.NodeOutput(model, clip, ui={"text": [report]})
+
+
+class MergeCheckpoint(io.ComfyNode):
+    """A LoRA in a checkpoint file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftMergeCheckpoint",
+            display_name="Merge LoRA Into Checkpoint",
+            description="Write a copy of a checkpoint with a LoRA in it, to output/checkpoints. The file is "
+            "copied weight by weight, so it needs hardly any memory.",
+            search_aliases=["graft", "bake", "fuse"],
+            is_output_node=True,
+            inputs=[
+                _model_file("checkpoint", "The file that is copied; bf16, fp16 or fp32 weights."),
+                _lora("What is merged."),
+                _strength("strength", "1 is as trained."),
+                _output("checkpoints", "merged"),
+            ],
+            outputs=[io.String.Output("path")],
+        )
+
+    @classmethod
+    def execute(cls, checkpoint: str, lora_name: str, strength: float, name: str) -> io.NodeOutput:
+        return _written(lora_files.merge_checkpoint(checkpoint, lora_name, strength, name))
+
+
+class ExtractLora(io.ComfyNode):
+    """The difference of two models as a LoRA."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftExtractLora",
+            display_name="Extract LoRA",
+            description="Make a LoRA of what a fine-tuned model has that its original has not, in "
+            "output/loras. What a LoRA cannot hold (biases, norms, the VAE) is listed.",
+            search_aliases=["graft", "svd", "difference"],
+            is_output_node=True,
+            inputs=[
+                _model_file("original", "The model that the other one was made from."),
+                _model_file("tuned", "The fine-tuned model; of the same kind."),
+                *_size(rank=32),
+                _dtype(),
+                _output(default="extracted"),
+            ],
+            outputs=[io.String.Output("path")],
+        )
+
+    @classmethod
+    def execute(
+        cls, original: str, tuned: str, rank: int, energy: float, dtype: str, name: str
+    ) -> io.NodeOutput:
+        return _written(lora_files.extract_lora(original, tuned, rank, energy, dtype, name))
+
+
+class ResizeLora(io.ComfyNode):
+    """A LoRA in a lower rank."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftResizeLora",
+            display_name="Resize LoRA",
+            description="Make a LoRA smaller: the best approximation of each layer in a lower rank, in "
+            "output/loras. LoHa and LoKr become plain LoRA.",
+            search_aliases=["graft", "rank", "compress", "svd"],
+            is_output_node=True,
+            inputs=[_lora("What is made smaller."), *_size(rank=8), _dtype(), _output(default="resized")],
+            outputs=[io.String.Output("path")],
+        )
+
+    @classmethod
+    def execute(cls, lora_name: str, rank: int, energy: float, dtype: str, name: str) -> io.NodeOutput:
+        return _written(lora_files.resize_lora(lora_name, rank, energy, dtype, name))
+
+
+class ConvertLora(io.ComfyNode):
+    """A LoRA in another layout or number format."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftConvertLora",
+            display_name="Convert LoRA",
+            description="Write a LoRA under the names of other software, or in another number format, to "
+            "output/loras. What it computes stays the same.",
+            search_aliases=["graft", "kohya", "diffusers", "peft"],
+            is_output_node=True,
+            inputs=[
+                _lora("What is converted."),
+                io.Combo.Input(
+                    "layout",
+                    options=list(LAYOUTS),
+                    default=LAYOUTS[0],
+                    tooltip="kohya: ComfyUI, Forge, sd-scripts. native: ComfyUI. peft: PEFT on the original "
+                    "model. diffusers: diffusers, for SD, SDXL, SD3 and Flux.",
+                ),
+                _dtype((AS_IT_IS, *DTYPES)),
+                _model_file(
+                    "base",
+                    "A checkpoint of the LoRA's base. Needed where names alone do not tell which layer is "
+                    "meant: from kohya to another layout, and from and to diffusers.",
+                    [NONE],
+                ),
+                _output(default="converted"),
+            ],
+            outputs=[io.String.Output("path")],
+        )
+
+    @classmethod
+    def execute(cls, lora_name: str, layout: str, dtype: str, base: str, name: str) -> io.NodeOutput:
+        return _written(lora_files.convert_lora(lora_name, layout, dtype, base, name))
+
+
+class InspectLora(io.ComfyNode):
+    """What a LoRA file holds."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftInspectLora",
+            display_name="Inspect LoRA",
+            description="Show a LoRA's method, rank, strength, base model, how much it changes in each "
+            "block, and its metadata.",
+            search_aliases=["graft", "metadata", "norms", "rank"],
+            is_output_node=True,
+            inputs=[_lora("What is looked at.")],
+            outputs=[io.String.Output("report")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str) -> str:
+        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
+
+    @classmethod
+    def execute(cls, lora_name: str) -> io.NodeOutput:
+        report = lora_files.inspect_lora(lora_name)
+        return io.NodeOutput(report, ui={"text": [report]})
