@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base_model import LoadBaseModel
 from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
 from .lora import BuildLora
+from .lora_settings import LoraSettings
 from .lora_tools import (
     ConvertLora,
     ExtractLora,
@@ -37,6 +38,7 @@ ALL_NODES = [
     EncodeDataset,
     SplitDataset,
     BuildLora,
+    LoraSettings,
     OptimizerSettings,
     ObjectiveSettings,
     MemorySettings,
