@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base_model import LoadBaseModel
 from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
+from .job import TrainingJob
 from .lora import BuildLora
 from .lora_settings import LoraSettings
 from .lora_tools import (
@@ -45,6 +46,7 @@ ALL_NODES = [
     ValidationSettings,
     CheckpointSettings,
     SamplePromptsNode,
+    TrainingJob,
     TrainSteps,
     LossPlot,
     CheckpointGrid,

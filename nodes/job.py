@@ -1,0 +1,129 @@
+"""Training Job: a job file as values on wires."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..training import data
+from ..training.comfy import jobs
+from ..training.job import Job
+from ..training.job_graph import NODES
+from .dataset import LoadDataset
+from .lora import BuildLora
+from .lora_settings import LoraSettings
+from .pictures import SamplePromptsNode
+from .settings import (
+    CheckpointSettings,
+    DatasetSettingsNode,
+    MemorySettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+)
+from .sockets import Checkpoints, Dataset, Lora, Memory, Objective, Optimizer, Samples, schema
+
+
+class TrainingJob(io.ComfyNode):
+    """What a job file says, for the nodes that do it. The base model is loaded beside it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftTrainingJob",
+            display_name="Training Job",
+            description="Read a job file in the layout of EriDiffusion and ai-toolkit. Wire what it says "
+            "into Encode Dataset and Train Steps.",
+            search_aliases=["graft", "yaml", "config", "ai-toolkit", "eridiffusion"],
+            inputs=[
+                io.Combo.Input(
+                    "file",
+                    options=jobs.job_files(),
+                    tooltip="A .yaml file in ComfyUI's input folder, or in one registered as graft_datasets.",
+                ),
+                io.Clip.Input("clip", optional=True, tooltip="To draw the file's sample prompts."),
+                io.Vae.Input("vae", optional=True, tooltip="To draw the file's sample prompts."),
+            ],
+            outputs=[
+                Dataset.Output("dataset", tooltip="For Encode Dataset."),
+                Lora.Output("lora", tooltip="For Train Steps."),
+                Optimizer.Output("optimizer_settings"),
+                Objective.Output("objective_settings"),
+                Memory.Output("memory_settings"),
+                Checkpoints.Output("checkpoint_settings"),
+                Samples.Output("sample_prompts", tooltip="Needs CLIP and VAE."),
+                io.Int.Output("steps"),
+                io.Float.Output("learning_rate"),
+                io.Int.Output("batch_size"),
+                io.Int.Output("seed"),
+                io.String.Output("name"),
+                io.String.Output("save_dtype", tooltip="For Save LoRA."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file: str) -> bool:
+        """Accept files that were made since the page was loaded."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, file: str, **others: Any) -> list[str]:
+        job = jobs.load_job(file)
+        sets = [LoadDataset.fingerprint_inputs(node["inputs"]["folder"]) for node in _datasets(job)]
+        return [jobs.job_file(file).read_text(encoding="utf-8-sig"), *sets]
+
+    @classmethod
+    def execute(cls, file: str, clip: Any = None, vae: Any = None) -> io.NodeOutput:
+        job = jobs.load_job(file)
+        train = _inputs(job, "train")
+        dataset = _dataset(job)
+        lora = _value(BuildLora, job, "lora")
+        if job.nodes("GraftLoraSettings"):
+            lora = _value(LoraSettings, job, "lora_settings", lora=lora)
+        draws = clip is not None and vae is not None and bool(job.nodes("GraftSamplePrompts"))
+        text = [data.summary(dataset), f"base: {_inputs(job, 'base')['model']}, in Load Base Model"]
+        if job.nodes("GraftSamplePrompts") and not draws:
+            text.append("connect CLIP and VAE to draw the samples")
+        return io.NodeOutput(
+            dataset,
+            lora,
+            _value(OptimizerSettings, job, "optimizer"),
+            _value(ObjectiveSettings, job, "objective"),
+            _value(MemorySettings, job, "memory"),
+            _value(CheckpointSettings, job, "checkpoints"),
+            _value(SamplePromptsNode, job, "sample", clip=clip, vae=vae) if draws else None,
+            *(train[name] for name in ("steps", "learning_rate", "batch_size", "seed", "name")),
+            _inputs(job, "save")["dtype"],
+            ui={"text": ["\n".join(text)]},
+        )
+
+
+def _dataset(job: Job) -> Any:
+    """Return the job's datasets as one."""
+    sets = []
+    for node in _datasets(job):
+        inputs = _plain(node["inputs"])
+        if link := node["inputs"].get("dataset_settings"):
+            settings = DatasetSettingsNode.execute(**job.prompt[link[0]]["inputs"])
+            inputs["dataset_settings"] = settings.args[0]
+        sets.append(LoadDataset.execute(**inputs).args[0])
+    return data.join(sets) if len(sets) > 1 else sets[0]
+
+
+def _datasets(job: Job) -> list[dict[str, Any]]:
+    return job.nodes("GraftLoadDataset")
+
+
+def _value(node: Any, job: Job, name: str, **wires: Any) -> Any:
+    """Return the first output of `node` with the job's inputs; its defaults where the job has none."""
+    return node.execute(**_inputs(job, name), **wires).args[0]
+
+
+def _inputs(job: Job, name: str) -> dict[str, Any]:
+    found = job.nodes(NODES[name].kind)
+    return {**NODES[name].inputs, **(_plain(found[0]["inputs"]) if found else {})}
+
+
+def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs that are no wires."""
+    return {name: value for name, value in inputs.items() if not isinstance(value, list)}

@@ -1,0 +1,75 @@
+"""Training Job: the same run from a file on a node as from the command line, and nothing read elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graft.training.comfy import jobs
+from graft.training.job import compile_job
+
+from .test_job import images, small
+
+WIRES = {
+    "start": 1, "optimizer_settings": 2, "objective_settings": 3, "memory_settings": 4,
+    "checkpoint_settings": 5, "sample_prompts": 6, "steps": 7, "learning_rate": 8, "batch_size": 9,
+    "seed": 10,
+}  # fmt: skip
+
+
+@pytest.fixture
+def job(base):
+    """A job file in ComfyUI's input folder, its dataset beside it."""
+    document = small(base / "input" / "wired")
+    (base / "input" / "wired.yaml").write_text(json.dumps(document))
+    yield document
+    (base / "input" / "wired.yaml").unlink()
+
+
+def test_the_node_trains_what_the_command_line_trains(execute, base, job):
+    compiled = compile_job(job, base / "input").prompt
+    execute(copy.deepcopy(compiled))
+    whole = load_file(base / "output" / "loras" / "job.safetensors")
+    prompt = {key: node for key, node in compiled.items() if "DatasetSettings" not in node["class_type"]}
+    number = {node["class_type"]: key for key, node in prompt.items()}
+    del prompt[number["GraftBuildLora"]], prompt[number["GraftLoraSettings"]]
+    for kind in ("GraftLoadDataset", "GraftOptimizerSettings"):
+        del prompt[number[kind]]
+    prompt["file"] = {"class_type": "GraftTrainingJob", "inputs": {"file": "wired.yaml"}}
+    prompt[number["GraftEncodeDataset"]]["inputs"]["dataset"] = ["file", 0]
+    train = prompt[number["GraftTrainSteps"]]["inputs"]
+    train |= {name: ["file", slot] for name, slot in WIRES.items()} | {"name": "by_node"}
+    prompt[number["GraftSaveLora"]]["inputs"] |= {"name": "by_node"}
+    execute(prompt)
+    wired = load_file(base / "output" / "loras" / "by_node.safetensors")
+    assert whole.keys() == wired.keys() and all(torch.equal(whole[key], wired[key]) for key in whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["../job.yaml", "/etc/passwd", "wired", "nothing.yaml", "", "a\0.yaml", "out.yaml"]
+)
+def test_a_file_elsewhere_is_not_read(base, job, name, tmp_path):
+    (tmp_path / "out.yaml").write_text("{}")
+    link = base / "input" / "out.yaml"
+    link.symlink_to(tmp_path / "out.yaml")
+    try:
+        with pytest.raises(ValueError, match="job file .* not found"):
+            jobs.job_file(name)
+    finally:
+        link.unlink()
+
+
+def test_a_dataset_elsewhere_is_not_read(base, job, tmp_path):
+    images(tmp_path / "private")
+    job["config"]["process"][0]["datasets"][0]["folder_path"] = str(tmp_path / "private")
+    (base / "input" / "wired.yaml").write_text(json.dumps(job))
+    with pytest.raises(ValueError, match="outside the folders that may be read"):
+        jobs.load_job("wired.yaml")
+
+
+def test_job_files_can_be_chosen(job):
+    assert "wired.yaml" in jobs.job_files()
