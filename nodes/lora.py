@@ -72,6 +72,17 @@ class BuildLora(io.ComfyNode):
                 io.Model.Input(
                     "model", optional=True, tooltip="Connect it to check the choice before training."
                 ),
+                io.Float.Input(
+                    "text_encoder",
+                    default=0.0,
+                    min=0.0,
+                    max=10.0,
+                    step=0.05,
+                    optional=True,
+                    tooltip="Train the CLIP text encoders too, at this multiple of the learning rate: 0.1 to "
+                    "0.5 is usual, 0 leaves them. Train Steps then needs CLIP, and encodes captions in every "
+                    "step.",
+                ),
             ],
             outputs=[Lora.Output("lora")],
         )
@@ -86,8 +97,11 @@ class BuildLora(io.ComfyNode):
         include: str = "",
         exclude: str = "",
         model: Any = None,
+        text_encoder: float = 0.0,
     ) -> io.NodeOutput:
-        config = AdapterConfig(algorithm, rank, alpha, targets, _lines(include), _lines(exclude))
+        config = AdapterConfig(
+            algorithm, rank, alpha, targets, _lines(include), _lines(exclude), text_encoder=text_encoder
+        )
         if algorithm not in ADAPTERS:
             raise ValueError(f"algorithm: {algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
         return io.NodeOutput(config, ui={"text": [_describe(model, config)]} if model is not None else None)
@@ -103,4 +117,5 @@ def _describe(model: Any, config: AdapterConfig) -> str:
     count = sum(
         p.numel() for adapter in build_adapters(chosen, config).values() for p in adapter.parameters()
     )
-    return f"{denoiser.family.name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
+    text = " and the text encoders" if config.text_encoder else ""
+    return f"{denoiser.family.name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters{text}"

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
 from comfy_api.latest import io
-from torch import Tensor
 
 from ..training.checkpoint import StateHandle, open_state, save_state
 from ..training.comfy import paths
-from ..training.family import Family, family_named
-from ..training.formats import diffusers_tensors
+from ..training.family import family_named
+from ..training.formats import FILE_FORMATS
 from ..training.log import read_log
-from ..training.lora_file import lora_tensors, write_lora
+from ..training.lora_file import write_lora
 from ..training.memory.precision import DTYPES
 from ..training.metadata import lora_metadata, with_hashes
-from ..training.state import TrainState
 from .sockets import State, schema
-
-FORMATS: Mapping[str, Callable[[TrainState, Family, torch.dtype], dict[str, Tensor]]] = {
-    "ComfyUI (kohya)": lora_tensors,
-    "diffusers (PEFT)": diffusers_tensors,
-}
-"""What Save LoRA offers -> (state, family, dtype) -> the file's tensors."""
 
 
 class SaveLora(io.ComfyNode):
@@ -58,8 +49,8 @@ class SaveLora(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "format",
-                    options=list(FORMATS),
-                    default=next(iter(FORMATS)),
+                    options=list(FILE_FORMATS),
+                    default=next(iter(FILE_FORMATS)),
                     optional=True,
                     tooltip="How the file names the layers. ComfyUI's names load in ComfyUI, Forge and "
                     "sd-scripts, those of SDXL and Flux also in diffusers.",
@@ -86,13 +77,13 @@ class SaveLora(io.ComfyNode):
         name: str,
         dtype: str,
         save_workflow: bool,
-        format: str = next(iter(FORMATS)),
+        format: str = next(iter(FILE_FORMATS)),
         trigger: str = "",
-        cover: Tensor | None = None,
+        cover: Any = None,
     ) -> io.NodeOutput:
         trained, path = state.load(), paths.lora_path(name)
         trained, family = replace(trained, weights=trained.result()), family_named(trained.family)
-        tensors = FORMATS[format](trained, family, DTYPES[dtype])
+        tensors = FILE_FORMATS[format](trained, family, DTYPES[dtype])
         metadata = lora_metadata(
             trained,
             family,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from comfy_api.latest import io
 from ..training.checkpoint import StateHandle
 from ..training.comfy import output, paths
 from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.comfy.notes import model_file, run_notes
 from ..training.comfy.samples import SamplePrompts, SampleWriter
 from ..training.comfy.session import session
 from ..training.config import (
@@ -36,6 +38,8 @@ from .sockets import (
     Validation,
     schema,
 )
+
+log = logging.getLogger(__name__)
 
 
 class TrainSteps(io.ComfyNode):
@@ -155,7 +159,10 @@ class TrainSteps(io.ComfyNode):
             memory=memory_settings or MemoryConfig(),
             validation=held_out.config,
         )
-        denoiser = ComfyDenoiser(model)
+        denoiser = ComfyDenoiser(model, _required(clip) if config.adapter.text_encoder else None)
+        warnings = run_notes(denoiser, config, model_file(cls.hidden.prompt, cls.hidden.unique_id))
+        for warning in warnings:
+            log.warning("Graft: %s", warning)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
         notes = run_metadata(config, dataset, denoiser.family, denoiser.sampling, name=name)
         samples = sample_prompts and SampleWriter(
@@ -191,10 +198,18 @@ class TrainSteps(io.ComfyNode):
         state = handle.load()
         patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)
         lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)
-        text = (
-            f"step {state.step}, loss {sum(state.losses[-20:]) / len(state.losses[-20:]):.4f}\n{folder.name}"
-        )
+        loss = sum(state.losses[-20:]) / len(state.losses[-20:])
+        text = "\n".join([f"step {state.step}, loss {loss:.4f}", folder.name, *warnings])
         return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
+
+
+def _required(clip: Any) -> Any:
+    if clip is None:
+        raise ValueError(
+            "clip: the LoRA has a text encoder part, so Train Steps needs CLIP: connect the base's, or set "
+            "text_encoder to 0 in Build LoRA."
+        )
+    return clip
 
 
 def _workflow_id(extra: Any) -> str | None:

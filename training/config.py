@@ -76,6 +76,12 @@ class AdapterConfig:
     """(pattern, alpha)."""
     lrs: tuple[tuple[str, float], ...] = ()
     """(pattern, multiple of the learning rate)."""
+    start_from: str = ""
+    """LoRA file to start from, by the name that ComfyUI lists it under; empty starts fresh."""
+    start_size: Literal["file", "settings"] = "file"
+    """Of `start_from`: take algorithm, rank and alpha from the file, or pad its layers to the settings here."""
+    text_encoder: float = 0.0
+    """Train the CLIP text encoders too, at this multiple of the learning rate; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *(rank for _, rank in self.ranks)):
@@ -90,6 +96,10 @@ class AdapterConfig:
             _require(
                 0 <= share < 1, f"{name} must be at least 0 and below 1, got {share}; 0 switches it off."
             )
+        _require(
+            math.isfinite(self.text_encoder) and self.text_encoder >= 0,
+            f"text_encoder is a multiple of the learning rate: 0 (off) or more, got {self.text_encoder}.",
+        )
         _require(
             math.isfinite(self.max_norm) and self.max_norm >= 0,
             f"max_norm must be positive, or 0 for no limit; got {self.max_norm}.",

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .family import Family
-from .lora_file import lora_layers
+from .family import TEXT, Family, is_text
+from .lora_file import lora_layers, lora_tensors
 from .state import TrainState
 
 Layers = Mapping[str, Mapping[str, Tensor]]
@@ -62,14 +62,25 @@ def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
             )
         down, up = values[DOWN], values[UP].float()
         up = up * (float(values[ALPHA]) / len(down) if ALPHA in values else 1.0)
-        for part in export.parts(path, (len(up), *down.shape[1:])):
+        for prefix, part in _parts(export, path, (len(up), *down.shape[1:])):
             rows = up[part.slice(down.shape[1], len(up))]
-            name = f"{export.prefix}.{part.name}"
+            name = f"{prefix}.{part.name}"
             tensors[f"{name}.lora_A.weight"] = down.clone()
             tensors[f"{name}.lora_B.weight"] = _fit(_swap(rows) if part.swapped else rows, down).to(
                 down.dtype
             )
     return tensors
+
+
+TEXT_ENCODERS = {"clip_l": "text_encoder", "clip_h": "text_encoder", "clip_g": "text_encoder_2"}
+"""ComfyUI's names of text encoders -> diffusers'; within them the names are the same."""
+
+
+def _parts(export: Export, path: str, shape: tuple[int, ...]) -> list[tuple[str, Part]]:
+    if not is_text(path):
+        return [(export.prefix, part) for part in export.parts(path, shape)]
+    encoder, _, inner = path.removeprefix(TEXT).partition(".transformer.")
+    return [(TEXT_ENCODERS[encoder], Part(inner))]
 
 
 def _fit(up: Tensor, down: Tensor) -> Tensor:
@@ -233,3 +244,9 @@ EXPORTS: Mapping[str, Export] = {
     "unet": Export("unet", _unet),
 }
 """By `Family.export`."""
+
+FILE_FORMATS: Mapping[str, Callable[[TrainState, Family, torch.dtype], dict[str, Tensor]]] = {
+    "ComfyUI (kohya)": lora_tensors,
+    "diffusers (PEFT)": diffusers_tensors,
+}
+"""Names for people -> (state, family, dtype) -> the file's tensors."""

@@ -44,6 +44,7 @@ def run_metadata(
         "ss_seed": config.seed,
         "ss_learning_rate": optimizer.lr,
         "ss_unet_lr": optimizer.lr,
+        "ss_text_encoder_lr": optimizer.lr * adapter.text_encoder or None,
         "ss_optimizer": f"{optimizer.name}(weight_decay={optimizer.weight_decay},betas={optimizer.betas})",
         "ss_lr_scheduler": config.schedule.name,
         "ss_lr_warmup_steps": config.schedule.warmup_steps,

@@ -43,6 +43,8 @@ class Batch:
     """One a sample: original and target size and crop offset in pixels ("width", "height", "crop_w",
     "crop_h",
     "target_width", "target_height"), which SDXL is conditioned on."""
+    captions: Sequence[str] = ()
+    """One a sample, as the text encoder is given it: for runs that train the text encoder."""
 
 
 class Dataset(Protocol):

@@ -1,4 +1,4 @@
-"""Save LoRA in ComfyUI's executor: formats, what the file says of itself, and files that cannot be written."""
+"""Save LoRA in ComfyUI's executor: formats, what a file says of itself, and files that cannot be written."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import errno
 import json
 
 import pytest
+import torch
 from PIL import Image
 from safetensors import safe_open
 
-from graft.nodes import output
+from graft.nodes import output, train
 from graft.tests.comfy.test_first_lora import first_lora
+from graft.training.comfy.denoiser import ComfyDenoiser
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,6 +62,26 @@ def test_the_file_says_what_it_is(execute, base):
     assert metadata["ss_num_train_images"] == str(len(list((base / "input" / "tiny").glob("*.png"))))
     assert float(metadata["ss_training_finished_at"]) > float(metadata["ss_training_started_at"]) > 1e9
     assert len(metadata["sshs_model_hash"]) == 64
+
+
+def test_text_encoders_are_trained_and_saved_in_the_same_file(execute, base, monkeypatch):
+    def with_a_first_token(model, clip):
+        """The demo's encoder is zero at the first token, where no norm has a finite slope."""
+        with torch.inference_mode():
+            clip.cond_stage_model.clip_l.transformer.text_model.embeddings.position_embedding.weight[0] += 1
+            clip.cond_stage_model.clip_l.transformer.text_model.embeddings.position_embedding.weight[0, 0] = 0
+        return ComfyDenoiser(model, clip)
+
+    monkeypatch.setattr(train, "ComfyDenoiser", with_a_first_token)
+    prompt = saving("words")
+    prompt["4"]["inputs"]["text_encoder"] = 0.5
+    prompt["5"]["inputs"] |= {"steps": 2, "clip": ["1", 1]}
+    prompt["51"] = {"class_type": "CLIPTextEncode", "inputs": {"clip": ["5", 1], "text": "a zkw"}}
+    execute(prompt)
+    tensors, metadata = opened(base, "words")
+    trained = {key.split("_")[1] for key, tensor in tensors.items() if key.endswith("lora_up.weight")}
+    assert trained == {"unet", "te1"} and float(metadata["ss_text_encoder_lr"]) == 0.0005
+    assert all(tensor.any() for key, tensor in tensors.items() if "lora_te1" in key)
 
 
 def test_the_workflow_is_in_the_file_unless_switched_off(execute, base):

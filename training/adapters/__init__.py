@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import rng
 from ..config import AdapterConfig
+from ..family import is_text
 from ..layer import FrozenLayer, LayerSpec
 from .base import Adapter, attach
 from .dora import DoRA
@@ -117,7 +118,7 @@ def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[st
     applies."""
     scales: dict[str, float] = {}
     for path, adapter in adapters.items():
-        layer = first_match(path, config.lrs, 1.0)
+        layer = first_match(path, config.lrs, 1.0) * (config.text_encoder if is_text(path) else 1.0)
         for name, _ in adapter.named_parameters():
             fast = name in adapter.starts_at_zero
             scales[f"{path}.{name}"] = layer * (config.lora_plus_ratio if fast else 1.0)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from ..config import AdapterConfig
-from ..family import Family
+from ..family import Family, is_text
 from ..layer import LayerSpec
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
             f"targets: {family.name} has no preset {config.targets!r}; "
             f"choose one of {', '.join(family.targets)}."
         )
+    specs, text = _apart(specs)
     kinds = KINDS.get(config.targets, ("linear",))
     preset = family.targets[config.targets]
     candidates = {n: s for n, s in specs.items() if s.kind in kinds and matches(n, preset)}
@@ -43,6 +44,7 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
         inside = in_blocks(specs, family, config.blocks)
         included = {n: s for n, s in included.items() if n in inside}
     idle = family.idle_layers(specs)
+    included |= text if config.text_encoder else {}
     chosen = {n: s for n, s in included.items() if n not in idle and not matches(n, config.exclude)}
     if not chosen:
         names = list(candidates or specs)
@@ -54,6 +56,12 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
             f"Layers are named like {examples}."
         )
     return chosen
+
+
+def _apart(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:
+    """Return the layers of the diffusion model, which presets choose from, and those of text encoders."""
+    network = {path: spec for path, spec in specs.items() if not is_text(path)}
+    return network, {path: spec for path, spec in specs.items() if is_text(path)}
 
 
 def for_layer(config: AdapterConfig, path: str) -> AdapterConfig:

@@ -21,6 +21,7 @@ from ..memory.store import Store
 from ..model import Batch, Conditioning, HeldBase, Sampling
 from . import weights
 from .differentiable import differentiable
+from .text_encoders import TextEncoders
 from .versions import training_mode
 
 NETWORK = "diffusion_model"
@@ -29,11 +30,13 @@ NETWORK = "diffusion_model"
 class ComfyDenoiser:
     """Trains what a ModelPatcher holds; the patcher and its model are as before after every `hold`."""
 
-    def __init__(self, patcher: Any) -> None:
+    def __init__(self, patcher: Any, clip: Any = None) -> None:
+        """Take a MODEL, and a CLIP where its text encoders are trained too."""
         self.patcher = patcher
         self.model = patcher.model
         self.sampling: Sampling = patcher.get_model_object("model_sampling")
         self.device: torch.device = comfy.model_management.get_torch_device()
+        self.text = TextEncoders(clip, self.family) if clip is not None else None
 
     @cached_property
     def family(self) -> Family:
@@ -46,11 +49,12 @@ class ComfyDenoiser:
 
     @cached_property
     def specs(self) -> Mapping[str, LayerSpec]:
-        return weights.layer_specs(self.network)
+        return {**weights.layer_specs(self.network), **(self.text.specs if self.text else {})}
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self.network.state_dict(), self.patcher.patches, self.sampling)
+        text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
+        return fingerprint(self.network.state_dict(), self.patcher.patches, self.sampling, *text)
 
     @contextmanager
     def hold(self, dtype: torch.dtype, store: str = "resident") -> Iterator[HeldBase]:
@@ -68,6 +72,9 @@ class ComfyDenoiser:
                 kept = Store(store, self.family.blocks, dtype, self.device)
                 base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
                 stack.enter_context(differentiable(self.network))
+                if self.text is not None:
+                    text = stack.enter_context(self.text.held(self.device))
+                    base = HeldBase(base.module, {**base.layers, **text})
                 yield base
             finally:
                 stack.close()
@@ -96,11 +103,24 @@ class ComfyDenoiser:
     def conditions(self, x_t: Tensor, batch: Batch) -> list[dict[str, Any]]:
         """Return what the model's own `extra_conds` makes of each sample, as comfy.conds objects by name."""
         extras = batch.extras or ({},) * len(x_t)
-        samples = [self._extra_conds(x_t[i : i + 1], c, extras[i]) for i, c in enumerate(batch.conditioning)]
+        texts = self._conditioning(batch)
+        samples = [self._extra_conds(x_t[i : i + 1], c, extras[i]) for i, c in enumerate(texts)]
         return [
             {name: cond.process_cond(1, device=self.device, area=None) for name, cond in sample.items()}
             for sample in samples
         ]
+
+    def _conditioning(self, batch: Batch) -> Sequence[Conditioning]:
+        """Return the cached conditioning, or with text encoders in training what they make of the captions now.
+
+        A batch that memory is planned with has no captions.
+        """
+        if self.text is None or not batch.captions:
+            return batch.conditioning
+        made: dict[str, Conditioning] = {}
+        for caption, cached in zip(batch.captions, batch.conditioning, strict=True):
+            made[caption] = made.get(caption) or self.text.encode(caption, cached)
+        return [made[caption] for caption in batch.captions]
 
     def _extra_conds(
         self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]

@@ -33,9 +33,10 @@ IN_PLACE: Mapping[str, InPlaceBlock] = {
     "DoubleStreamBlock": InPlaceBlock(("img", "txt"), ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2")),
     "SingleStreamBlock": InPlaceBlock(("x",), ("pre_norm",)),
     "ContextProcessorBlock": InPlaceBlock(("x",), ("norm1", "norm2")),
+    "CLIPLayer": InPlaceBlock(("x",), ("layer_norm1", "layer_norm2")),
 }
-"""By class name in comfy.ldm: Flux, Chroma, Flux.2 and Hunyuan share the first two; SD3's context
-processor."""
+"""By class name in ComfyUI: Flux, Chroma, Flux.2 and Hunyuan share the first two; SD3's context processor;
+CLIP text encoders."""
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def differentiable(network: nn.Module) -> Iterator[None]:
     """Make every known block of `network` differentiable; all is as before on every exit."""
     with ExitStack() as undo:
         for module in network.modules():
-            names = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("comfy.ldm")]
+            names = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("comfy.")]
             for kind in (IN_PLACE[name] for name in names if name in IN_PLACE):
                 undo.callback(set_forward(module, partial(_with_copies, module.forward, kind.streams)))
                 for child in (getattr(module, name) for name in kind.readers):

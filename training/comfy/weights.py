@@ -61,7 +61,7 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
                 weights = {n: p.parts[0] for n, p in loose.items()}
             for name, tensor in weights.items():
                 own = tensor if path in specs else _resident(tensor, name in module._buffers, store)
-                undo.callback(_replace(module, name, own))
+                undo.callback(replace(module, name, own))
         yield HeldBase(network, layers)
 
 
@@ -137,7 +137,8 @@ def _resident(tensor: Tensor, is_buffer: bool, store: Store) -> Tensor:
     return tensor.to(store.device) if keeps_dtype else tensor.to(store.device, store.dtype)
 
 
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> Callable[[], None]:
+def replace(module: nn.Module, name: str, tensor: Tensor) -> Callable[[], None]:
+    """Put a tensor in a parameter's or buffer's place; return the function that puts back what was there."""
     slot: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     before = slot[name]
     slot[name] = nn.Parameter(tensor, requires_grad=False) if slot is module._parameters else tensor

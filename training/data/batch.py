@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config import digest
 from ..model import Batch, Conditioning
 from ..rng import generator
+from .caption import variations
 from .config import ValidationConfig
 from .index import NO_MASK, Index, SourceRules
 from .order import Order
@@ -37,6 +38,7 @@ class Choice:
     texts: list[bytes]
     """Keys of the captions, the empty one where dropout fell on it."""
     rules: list[SourceRules]
+    captions: list[str]
 
 
 class EncodedDataset:
@@ -104,6 +106,7 @@ class EncodedDataset:
             masks=self._masks(chosen, latents),
             weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
             extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
+            captions=chosen.captions,
         )
 
     def largest_batch(self, size: int) -> Batch:
@@ -132,7 +135,11 @@ class EncodedDataset:
             rule.empty if drop < rule.dropout else bytes(at.text_keys[text])
             for rule, drop, text in zip(rules, drop_draws, texts)
         ]
-        return Choice(entries, _drawn(at.view_start, entries, view_draws), keys, rules)
+        captions = [
+            "" if key == rule.empty else self._caption(sample, text)
+            for rule, key, sample, text in zip(rules, keys, samples.tolist(), texts.tolist())
+        ]
+        return Choice(entries, _drawn(at.view_start, entries, view_draws), keys, rules, captions)
 
     def _draws(self, count: int, seed: int, index: int) -> NDArray[np.float64]:
         """Return (3, count) numbers in [0, 1) that pick view, text and dropout of each sample of a batch."""
@@ -195,6 +202,12 @@ class EncodedDataset:
 
     def _latents(self, view: int) -> Tensor:
         return self.store.read("latents", self.index.latent_key(view))["latents"].float()
+
+    def _caption(self, number: int, text: int) -> str:
+        """Return the text with key number `text` of a sample: made anew, only the keys are kept."""
+        sample = self.images.samples[number]
+        texts = variations(sample.captions, self.images.source(sample).config)
+        return texts[text - int(self.index.text_start[number])]
 
     def _conditioning(self, key: bytes) -> Conditioning:
         tensors = self.store.read("text", key)

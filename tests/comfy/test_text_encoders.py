@@ -1,0 +1,302 @@
+"""LoRA of the CLIP text encoders on ComfyUI's own classes: tiny SD1.5, SDXL and SD3.5, the same laws."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from types import SimpleNamespace
+
+import comfy.model_management
+import comfy.sd
+import comfy.sd1_clip
+import comfy.sdxl_clip
+import comfy.text_encoders.sd3_clip as sd3_clip
+import pytest
+import torch
+
+from graft.nodes.train import TrainSteps
+from graft.tests.comfy.tiny_models import TINY, fill
+from graft.training.adapters import attach, lr_scales, restore_adapters
+from graft.training.checkpoint import load_state, save_state
+from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.notes import model_file, run_notes
+from graft.training.comfy.output import with_lora
+from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.family import is_text
+from graft.training.formats import diffusers_tensors
+from graft.training.loop import initial_state, train
+from graft.training.lora_file import lora_tensors
+
+WIDTHS = {"sd15": {"clip_l": 64}, "sdxl": {"clip_l": 24, "clip_g": 40}, "sd35m": {"clip_l": 24, "clip_g": 40}}
+ENCODERS = {
+    "sd15": (comfy.sd1_clip.SD1ClipModel, comfy.sd1_clip.SD1Tokenizer),
+    "sdxl": (comfy.sdxl_clip.SDXLClipModel, comfy.sdxl_clip.SDXLTokenizer),
+    "sd35m": (sd3_clip.sd3_clip(t5=False), sd3_clip.SD3Tokenizer),
+}
+CONTEXT = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 128}}
+UNETS = {
+    "sd15": {},
+    "sdxl": {"adm_in_channels": 40 + 1536},
+    "sd35m": {"adm_in_channels": 64, "context_embedder_config": CONTEXT},
+}
+CAPTIONS = ("a red square", "a blue square, (bright:1.3)", "a green ball")
+CONFIG = TrainConfig(
+    batch_size=2,
+    seed=3,
+    adapter=AdapterConfig(rank=4, alpha=4.0, text_encoder=0.5),
+    optimizer=OptimizerConfig(lr=1e-2),
+    memory=MemoryConfig(dtype="fp32"),
+)
+every = pytest.mark.parametrize("name", ENCODERS)
+
+
+def clip_of(name, seed=5):
+    """A CLIP of three layers an encoder."""
+    base = json.loads(open(comfy.sd1_clip.__file__.replace(".py", "_config.json")).read())
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    options = {
+        f"{encoder}_model_config": {**base, **sizes, "hidden_size": width, "projection_dim": width}
+        for encoder, width in WIDTHS[name].items()
+    }
+    model, tokenizer = ENCODERS[name]
+    cpu = torch.device("cpu")
+    options |= {"load_device": cpu, "offload_device": cpu, "dtype": torch.float32}
+    clip = comfy.sd.CLIP(SimpleNamespace(params={}, clip=model, tokenizer=tokenizer), model_options=options)
+    fill(clip.cond_stage_model, seed)
+    return clip
+
+
+def encoded(clip, caption):
+    [[cross, extra]] = clip.encode_from_tokens_scheduled(clip.tokenize(caption))
+    kept = {key: value for key, value in extra.items() if isinstance(value, torch.Tensor)}
+    return {"cross_attn": cross, **kept}
+
+
+class Captioned:
+    """Images of a tiny family with captions, and what the base's CLIP makes of them."""
+
+    fingerprint = "captioned"
+
+    def __init__(self, tiny, clip, tail=0):
+        with torch.no_grad():
+            self.texts = [encoded(clip, caption) for caption in CAPTIONS]
+        for text in self.texts if tail else ():
+            more = torch.randn(
+                1, tail, text["cross_attn"].shape[2], generator=torch.Generator().manual_seed(1)
+            )
+            text["cross_attn"] = torch.cat((text["cross_attn"], more), 1)
+        self.tiny = tiny
+
+    def batch(self, size, *, seed, index):
+        chosen = [(index * size + i) % len(CAPTIONS) for i in range(size)]
+        batch = self.tiny.batch(chosen)
+        texts, captions = [self.texts[i] for i in chosen], [CAPTIONS[i] for i in chosen]
+        return dataclasses.replace(batch, conditioning=texts, captions=captions)
+
+
+def tiny(name):
+    return dataclasses.replace(TINY[name], unet={**TINY[name].unet, **UNETS[name]})
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """name -> (patcher, clip, denoiser, dataset, state after 2 steps), each trained once."""
+    cache = {}
+
+    def of(name):
+        if name not in cache:
+            patcher, clip = tiny(name)(), clip_of(name)
+            denoiser, dataset = ComfyDenoiser(patcher, clip), Captioned(tiny(name), clip)
+            cache[name] = (patcher, clip, denoiser, dataset, train(denoiser, dataset, CONFIG, None, steps=2))
+        return cache[name]
+
+    return of
+
+
+def snapshot(clip):
+    modules = {path: sorted(vars(module)) for path, module in clip.cond_stage_model.named_modules()}
+    return {name: t.clone() for name, t in clip.cond_stage_model.state_dict().items()}, modules
+
+
+def predicted(denoiser, batch, state=None):
+    x = denoiser.scale_latents(batch.latents)
+    with torch.no_grad(), denoiser.hold(torch.float32) as base:
+        adapters = {}
+        if state is not None:
+            adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
+        with attach(base.layers, adapters):
+            return denoiser.denoise(x, torch.tensor([0.4, 0.7]), batch)
+
+
+@every
+def test_a_fresh_lora_changes_nothing_and_live_captions_are_the_cached_ones(name, trained):
+    patcher, clip, denoiser, dataset, _ = trained(name)
+    batch = dataset.batch(2, seed=0, index=0)
+    fresh = predicted(denoiser, batch, initial_state(denoiser, CONFIG))
+    assert torch.equal(fresh, predicted(denoiser, batch))
+    torch.testing.assert_close(fresh, predicted(ComfyDenoiser(patcher), batch), rtol=1e-5, atol=1e-5)
+
+
+@every
+def test_every_parameter_of_every_encoder_has_a_gradient_by_step_two(name, trained):
+    _, clip, denoiser, _, state = trained(name)
+    start = initial_state(denoiser, CONFIG).weights
+    text = {key for key in state.weights if is_text(key)}
+    assert {key.split(".")[1] for key in text} == set(WIDTHS[name])
+    assert not [key for key in text if torch.equal(state.weights[key], start[key])]
+
+
+@every
+def test_text_encoders_and_base_are_byte_identical_afterwards_also_after_an_error(name):
+    patcher, clip = tiny(name)(), clip_of(name)
+    denoiser, dataset = ComfyDenoiser(patcher, clip), Captioned(tiny(name), clip)
+    comfy.model_management.unload_all_models()
+    weights, modules = snapshot(clip)
+    train(denoiser, dataset, CONFIG, None, steps=1)
+    with contextlib.suppress(KeyError), denoiser.hold(torch.float32):
+        raise KeyError
+    after, modules_after = snapshot(clip)
+    assert modules_after == modules and all(torch.equal(after[key], t) for key, t in weights.items())
+
+
+@every
+def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, trained, caplog):
+    patcher, clip, denoiser, dataset, state = trained(name)
+    batch = dataset.batch(2, seed=0, index=0)
+    plain, attached = predicted(denoiser, batch), predicted(denoiser, batch, state)
+    with caplog.at_level(logging.WARNING):
+        loaded, loaded_clip = comfy.sd.load_lora_for_models(
+            patcher, clip, lora_tensors(state, denoiser.family), 1.0, 1.0
+        )
+    assert not [record.message for record in caplog.records if "not loaded" in record.message.lower()]
+    with torch.no_grad():
+        texts = [encoded(loaded_clip, caption) for caption in batch.captions]
+        comfy.model_management.load_models_gpu([loaded])
+        sampled = ComfyDenoiser(loaded)
+        x = sampled.scale_latents(batch.latents)
+        stock = sampled.denoise(x, torch.tensor([0.4, 0.7]), dataclasses.replace(batch, conditioning=texts))
+        comfy.model_management.unload_all_models()
+    difference = (stock - plain) - (attached - plain)
+    assert difference.norm() <= 1e-4 * (attached - plain).norm()
+
+
+@every
+def test_a_run_saved_and_resumed_is_bit_equal(name, trained, tmp_path):
+    _, _, denoiser, dataset, whole = trained(name)
+    half = train(denoiser, dataset, CONFIG, None, steps=1)
+    save_state(half, tmp_path / "half")
+    again = train(denoiser, dataset, CONFIG, load_state(tmp_path / "half"), steps=1)
+    assert again.losses == whole.losses
+    assert all(torch.equal(again.weights[key], tensor) for key, tensor in whole.weights.items())
+
+
+@every
+def test_the_lora_leaves_as_clip(name, trained):
+    patcher, clip, denoiser, _, state = trained(name)
+    _, patched = with_lora(patcher, clip, state, denoiser.family)
+    with torch.no_grad():
+        assert not torch.equal(*(encoded(c, CAPTIONS[0])["cross_attn"] for c in (clip, patched)))
+
+
+@pytest.mark.parametrize(
+    "name, prefixes",
+    [("sd15", {"lora_te"}), ("sdxl", {"lora_te1", "lora_te2"}), ("sd35m", {"lora_te1", "lora_te2"})],
+)
+def test_files_name_the_encoders_as_sd_scripts_does(name, prefixes, trained):
+    _, _, denoiser, _, state = trained(name)
+    keys = [key for key in lora_tensors(state, denoiser.family) if not key.startswith("lora_unet_")]
+    assert {key.split("_text_model_encoder_layers_")[0] for key in keys} == prefixes
+    assert any(key.endswith("_text_model_encoder_layers_0_self_attn_q_proj.alpha") for key in keys)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd35m"])
+def test_exports_name_the_encoders_as_diffusers_does(name, trained):
+    _, _, denoiser, _, state = trained(name)
+    keys = diffusers_tensors(state, denoiser.family, torch.float32)
+    for part in ("text_encoder", "text_encoder_2"):
+        assert f"{part}.text_model.encoder.layers.0.mlp.fc1.lora_A.weight" in keys
+
+
+def test_layers_that_the_network_does_not_see_are_not_trained(trained):
+    """SDXL takes CLIP-L's layer before the last, and no pooled output of it."""
+    specs = trained("sdxl")[2].specs
+    assert "text_encoders.clip_l.transformer.text_model.encoder.layers.2.mlp.fc1" not in specs
+    assert "text_encoders.clip_g.transformer.text_model.encoder.layers.2.mlp.fc1" in specs
+
+
+def test_clip_skip_counts():
+    clip = clip_of("sd15").clone()
+    clip.layer_idx = -2
+    denoiser = ComfyDenoiser(tiny("sd15")(), clip)
+    found = {path.split(".layers.")[1][0] for path in denoiser.specs if is_text(path)}
+    assert found == {"0", "1"}
+
+
+def test_what_follows_the_clip_tokens_stays_as_cached():
+    """T5's tokens come behind CLIP's, and T5 is not trained."""
+    clip = clip_of("sd35m")
+    denoiser = ComfyDenoiser(tiny("sd35m")(), clip)
+    batch = Captioned(tiny("sd35m"), clip, tail=5).batch(2, seed=0, index=0)
+    with torch.no_grad(), denoiser.hold(torch.float32):
+        made = denoiser.text.encode(batch.captions[0], batch.conditioning[0])
+    assert torch.equal(made["cross_attn"][:, -5:], batch.conditioning[0]["cross_attn"][:, -5:])
+    torch.testing.assert_close(made["cross_attn"], batch.conditioning[0]["cross_attn"])
+
+
+def test_the_text_encoders_have_their_own_share_of_the_learning_rate(trained):
+    _, _, denoiser, _, state = trained("sdxl")
+    adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
+    scales = lr_scales(adapters, state.adapter)
+    assert {scale for name, scale in scales.items() if is_text(name)} == {0.5}
+    assert {scale for name, scale in scales.items() if not is_text(name)} == {1.0}
+
+
+def test_off_by_default_and_nothing_of_the_encoders_is_touched():
+    clip = clip_of("sd15")
+    config = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=4))
+    state = initial_state(ComfyDenoiser(tiny("sd15")(), clip), config)
+    assert not [name for name in state.weights if is_text(name)]
+
+
+def test_a_family_without_clip_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="Lumina 2 has no CLIP text encoder to train; set text_encoder to 0"):
+        ComfyDenoiser(TINY["lumina2"](), clip_of("sd15"))
+
+
+def test_train_steps_asks_for_the_clip_it_needs():
+    with pytest.raises(ValueError, match="needs CLIP: connect the base's, or set text_encoder to 0"):
+        TrainSteps.execute(tiny("sd15")(), None, CONFIG.adapter, 1, 0, 1e-4, 1, 0, "x")
+
+
+def test_the_run_says_that_the_text_cache_is_off(trained):
+    denoiser = trained("sd15")[2]
+    assert "what the text cache holds" in run_notes(denoiser, CONFIG, "")[0]
+
+
+# Distilled bases
+
+
+def graph(file, *, key="ckpt_name"):
+    """A queued graph: a loader, a node in between, Train Steps."""
+    return {
+        "1": {"class_type": "Loader", "inputs": {key: file, "weight": 1}},
+        "2": {"class_type": "Between", "inputs": {"model": ["1", 0], "strength": 0.5}},
+        "3": {"class_type": "GraftTrainSteps", "inputs": {"model": ["2", 0], "steps": 5}},
+    }
+
+
+@pytest.mark.parametrize("key", ["ckpt_name", "unet_name", "model"])
+def test_the_base_models_file_is_found_through_the_graph(key):
+    assert model_file(graph("a/sd3.5_large_turbo.safetensors", key=key), "3").endswith("turbo.safetensors")
+    assert model_file({}, "3") == model_file(None, None) == ""
+
+
+@pytest.mark.parametrize(
+    "name, file, words",
+    [("schnell", "", "schnell"), ("sd35l", "sd3.5_large_turbo.safetensors", "turbo")],
+)
+def test_a_distilled_base_is_a_warning_that_names_the_remedy(name, file, words):
+    config = dataclasses.replace(CONFIG, adapter=AdapterConfig())
+    [note] = run_notes(ComfyDenoiser(TINY[name]()), config, file)
+    assert words in note and "Train on the model it was distilled from" in note and "assistant LoRA" in note
+    assert not run_notes(ComfyDenoiser(TINY["sd35l"]()), config, "sd3.5_large_turbulence.safetensors")

@@ -1,0 +1,54 @@
+"""What a person should know of a run before it has cost time: a distilled base, patches, captions encoded
+anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import TrainConfig
+from ..family import family_of
+from .denoiser import ComfyDenoiser
+
+MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
+"""Widgets in which loaders, ours and others', name the file of a base model."""
+
+
+def run_notes(denoiser: ComfyDenoiser, config: TrainConfig, file: str) -> list[str]:
+    """Return a sentence for everything unusual about a run on the base model in `file` ("": not known)."""
+    model_config, patches = denoiser.model.model_config, denoiser.patcher.patches
+    family = family_of(type(model_config).__name__, model_config.unet_config, file=file)
+    found = [] if patches else [f"{family.name}: {note}" for note in family.notes]
+    if patches:
+        found.append(
+            f"the incoming MODEL carries patches on {len(patches)} weights (a LoRA loaded before): they "
+            "apply while training and are no part of the result; load them beside it where they matter."
+        )
+    if config.adapter.text_encoder:
+        found.append(
+            "text encoders are trained: captions are encoded in every step, and what the text cache holds of "
+            "them is not used."
+        )
+    return found
+
+
+def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:
+    """Return the file that the `model` input of a node comes from in the queued graph, or ""."""
+    nodes, seen = prompt or {}, set()
+    waiting = [_source(nodes, str(node_id), "model")]
+    while waiting:
+        number = waiting.pop()
+        if number in seen or number not in nodes:
+            continue
+        seen.add(number)
+        inputs = nodes[number].get("inputs", {})
+        for name in MODEL_FILES:
+            if isinstance(inputs.get(name), str):
+                return str(inputs[name])
+        waiting += [value[0] for value in inputs.values() if isinstance(value, list) and value]
+    return ""
+
+
+def _source(nodes: Mapping[str, Any], number: str, name: str) -> str:
+    value = nodes.get(number, {}).get("inputs", {}).get(name)
+    return str(value[0]) if isinstance(value, list) and value else ""
