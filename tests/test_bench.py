@@ -30,4 +30,14 @@ def test_faults_prints_one_json_object_and_fails_when_a_run_did_not_survive(caps
 
 def test_every_fault_is_a_test_that_exists():
     for file, test in faults.FAULTS.values():
-        assert f"def test_{test}(" in (faults.ROOT / "tests" / f"test_{file}.py").read_text(encoding="utf-8")
+        assert f"def test_{test}(" in faults.path_of(file).read_text(encoding="utf-8")
+
+
+def test_outcomes_are_told_by_test_with_the_reason_of_a_failure(tmp_path):
+    path = tmp_path / "test_two.py"
+    path.write_text(
+        "import pytest\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_good(n): pass\n\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_bad(n): assert n == 2, 'no room'\n"
+    )
+    outcomes = faults.run_tests([f"{path}::test_good", f"{path}::test_bad"])
+    assert outcomes["test_good"] == "ok" and "no room" in outcomes["test_bad"]

@@ -57,7 +57,7 @@ def save_state(state: TrainState, folder: Path) -> StateHandle:
     remove_leftovers(folder)
     temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
     try:
-        save_file({name: tensor.contiguous() for name, tensor in _tensors(state).items()}, temporary)
+        _save_tensors({name: tensor.contiguous() for name, tensor in _tensors(state).items()}, temporary)
         digest = _digest(temporary, _values(state))
         tensors = folder / f"state-{digest[:16]}.safetensors"
         if not tensors.exists() or _digest(tensors, _values(state)) != digest:
@@ -164,6 +164,14 @@ def write_text(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors; what safetensors reports of the disk, as "no space left", becomes an OSError."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        raise OSError(f"{path.parent}: {error}") from error
 
 
 def _commit(temporary: Path, path: Path) -> None:

@@ -1,0 +1,78 @@
+"""What cannot be imitated: a disk that is really full, a run that really overfits."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+
+import pytest
+
+from graft.training import run as run_module
+from graft.training.config import CheckpointConfig, OptimizerConfig, ScheduleConfig, ValidationConfig
+from graft.training.validation import validation_loss
+
+from .test_laws import CONFIG, assert_same
+from .test_laws import run as train
+from .test_run import go
+from .tiny import TinyDenoiser, TinySamples
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MB; skipped where this user may not mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("margin", [0, 100_000])
+def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_with_more_room(small_disk, monkeypatch, margin):
+    """With a margin the run stops in time; without one, saves fail and training goes on, then says so."""
+    monkeypatch.setattr(run_module, "MARGIN", margin)
+    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0 if margin else 1e9)
+    many = CheckpointConfig(minutes=0, keep=100)
+    with pytest.raises(OSError, match="Free some space" if margin else "[Nn]o space left"):
+        go(small_disk / "run", 30, saving=many)
+    kept = len(list(small_disk.glob("run/checkpoints/*/state.json")))
+    assert 0 < kept < 30
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    seen = []
+    whole = go(small_disk / "run", 30, saving=many, on_step=lambda progress: seen.append(progress.step))
+    assert_same(whole.load(), train(steps=30))
+    assert min(seen) == kept + 1
+
+
+OVERFIT = dataclasses.replace(
+    CONFIG,
+    batch_size=4,
+    schedule=ScheduleConfig(),
+    adapter=dataclasses.replace(CONFIG.adapter, rank=8),
+    optimizer=OptimizerConfig(lr=2e-2),
+    validation=ValidationConfig(every=10, limit=2, result="best"),
+)
+
+
+def test_a_run_that_overfits_keeps_its_best_state_and_stops_in_time(tmp_path):
+    """Four images: the held-out loss falls, then rises far above where it was lowest."""
+    options = {"saving": CheckpointConfig(keep=1), "validation": TinySamples()}
+    curve = []
+    best = go(tmp_path / "all", 150, config=OVERFIT, on_step=following(curve), **options)
+    lowest = min(curve)
+    assert curve[-1] > 1.1 * lowest
+    assert dict(best.load().validations)[best.step] <= 1.1 * lowest and best.step < 150
+    patient = dataclasses.replace(OVERFIT, validation=dataclasses.replace(OVERFIT.validation, patience=4))
+    stopped = []
+    early = go(tmp_path / "early", 150, config=patient, on_step=following(stopped), **options)
+    assert early.step == best.step and len(stopped) == len(curve[: best.step // 10]) + 4
+    assert validation_loss(TinyDenoiser(), TinySamples(), state=early.load(), limit=2) <= 1.1 * lowest
+
+
+def following(curve):
+    return lambda progress: progress.validation is None or curve.append(progress.validation)
