@@ -20,6 +20,7 @@ COMMANDS = {
     "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),
     "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
     "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
+    "plan": ("headless.plan", "print what a run would take on a card, without training"),
     "bench": ("benchmarks", "measure Graft on this machine: speed, memory, faults"),
 }
 """name -> (module inside graft, what it does)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..adapters import attach, build_adapters
@@ -57,7 +57,7 @@ def forecast(
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
         stack.enter_context(untouched(base.module))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_EveryMaskHolds())  # type: ignore[no-untyped-call]
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
@@ -89,6 +89,12 @@ def untouched(network: nn.Module) -> Iterator[None]:
         for module, attributes in before.items():
             vars(module).clear()
             vars(module).update(attributes)
+
+
+def _mode_of(network: nn.Module) -> FakeTensorMode | None:
+    """Return the mode of a network that is made of fake tensors already; None for a real one."""
+    first = next(network.parameters(), None)
+    return first.fake_mode if isinstance(first, FakeTensor) else None
 
 
 def _fake_weight(

@@ -97,6 +97,11 @@ def candidates(config: MemoryConfig) -> Sequence[Plan]:
     return [Plan(base, mode) for base in bases for mode in modes]
 
 
+def every_plan() -> Sequence[Plan]:
+    """Return all plans, those that round the base included."""
+    return [Plan(base, mode) for base in STORES for mode in MODES]
+
+
 def fitting(
     denoiser: Denoiser,
     adapted: Mapping[str, LayerSpec],

@@ -1,0 +1,85 @@
+"""`graft plan`: a run is planned from the header of a file."""
+
+from __future__ import annotations
+
+import comfy.ops
+import pytest
+import torch
+from comfy.ldm.flux.model import Flux, FluxParams
+from safetensors.torch import save_file
+
+from graft.benchmarks.base_models import SMALL
+from graft.headless.plan import memory, pixels
+from graft.tests.comfy.tiny_models import FILES, fields, state_dict
+from graft.training.adapters import select
+from graft.training.cli import main
+from graft.training.comfy import outline as module
+from graft.training.comfy.outline import TEXTS, Text, outline, outlined_batch
+from graft.training.config import AdapterConfig
+from graft.training.memory.forecast import forecast
+
+TINY_TEXT = Text(8, 64, 2048)
+"""What the SD3 files take here; U-Nets are as they are."""
+PLANNED = [name for name, (_, family) in FILES.items() if family in TEXTS and "Flux" not in family]
+"""ComfyUI takes every Flux to have the 24 heads of the real one."""
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_file_is_planned_without_its_weights(name, monkeypatch, tmp_path):
+    shapes = {f"model.diffusion_model.{k}": t.to("meta") for k, t in state_dict(FILES[name][0]()).items()}
+    monkeypatch.setattr(module, "_shapes", lambda path: shapes)
+    if name.startswith("sd3"):
+        monkeypatch.setitem(TEXTS, FILES[name][1], TINY_TEXT)
+    denoiser = outline(tmp_path / "model.safetensors")
+    assert denoiser.family.name == FILES[name][1]
+    config = AdapterConfig(rank=4)
+    adapted = select(denoiser.specs, denoiser.family, config)
+    batch = outlined_batch(denoiser, 2, 128, 64)
+    assert batch.latents.shape[-2:] == (8, 16)
+    found = forecast(denoiser, adapted, config, batch, "none", torch.bfloat16)
+    assert 0 < found.kept < found.peak and found.flops > 0
+
+
+def test_flux_is_planned_at_its_real_width(monkeypatch, tmp_path):
+    settings = {n: v for n, v in SMALL["flux"].network.items() if n in ("image_model", *fields(FluxParams))}
+    network = Flux(**settings, device="meta", operations=comfy.ops.manual_cast)
+    shapes = {f"model.diffusion_model.{key}": tensor for key, tensor in network.state_dict().items()}
+    monkeypatch.setattr(module, "_shapes", lambda path: shapes)
+    denoiser = outline(tmp_path / "flux.safetensors")
+    adapted = select(denoiser.specs, denoiser.family, AdapterConfig())
+    batch = outlined_batch(denoiser, 1, 1024, 1024)
+    plain, block = (
+        forecast(denoiser, adapted, AdapterConfig(), batch, mode, torch.bfloat16).kept
+        for mode in ("none", "block")
+    )
+    assert plain > 5 * block > 1 << 20
+
+
+def test_the_command_prints_every_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(TEXTS, "SD3", TINY_TEXT)
+    weights = state_dict(FILES["sd3"][0]())
+    path = tmp_path / "sd3.safetensors"
+    save_file({f"model.diffusion_model.{name}": t.contiguous() for name, t in weights.items()}, path)
+    assert main(["plan", str(path), "--card", "24GB", "--resolution", "64", "--rank", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SD3, 64 pixels, batch 1, lora of rank 4") and len(lines) == 2 + 5 * 4
+    assert all(line.endswith("fits") for line in lines[2:])
+    assert main(["plan", str(path), "--card", "0.001GB", "--resolution", "64", "--tflops", "100"]) == 0
+    assert "too large" in (text := capsys.readouterr().out) and " s " in text
+
+
+def test_a_file_that_is_no_base_model_is_refused_by_name(tmp_path, capsys):
+    path = tmp_path / "lora.safetensors"
+    save_file({"a.lora_up.weight": torch.zeros(4, 4)}, path)
+    assert main(["plan", str(path)]) == 2
+    assert "lora.safetensors: not a base model" in capsys.readouterr().err
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert memory("24GB") == memory("24 GiB") == memory("24") == 24 << 30
+    assert pixels("1024") == (1024, 1024) and pixels("832x1216") == (832, 1216)
+    for wrong in ("", "much", "0GB"):
+        with pytest.raises(ValueError, match="write for example 24GB"):
+            memory(wrong)
+    with pytest.raises(ValueError, match="write for example 1024 or 832x1216"):
+        pixels("32")
