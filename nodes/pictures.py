@@ -34,15 +34,21 @@ class SamplePromptsNode(io.ComfyNode):
                     default="",
                     tooltip="One a line. [trigger] stands for the dataset's trigger word.",
                 ),
-                io.String.Input("negative", default="", multiline=True),
+                io.String.Input(
+                    "negative", default="", multiline=True, tooltip="What the pictures should not show."
+                ),
                 widget(SamplePrompts, "every", "Optimizer steps between two sets of pictures; 0 draws none."),
                 widget(
                     SamplePrompts,
                     "before_training",
                     "Draw a first set before the first step, to compare with.",
                 ),
-                io.Int.Input("width", default=1024, min=16, max=16384, step=16),
-                io.Int.Input("height", default=1024, min=16, max=16384, step=16),
+                io.Int.Input(
+                    "width", default=1024, min=16, max=16384, step=16, tooltip="Of a picture, in pixels."
+                ),
+                io.Int.Input(
+                    "height", default=1024, min=16, max=16384, step=16, tooltip="Of a picture, in pixels."
+                ),
                 widget(SamplePrompts, "steps", "Of the sampler.", low=1, high=10000),
                 widget(
                     SamplePrompts,
@@ -51,9 +57,23 @@ class SamplePromptsNode(io.ComfyNode):
                     high=100,
                     step=0.1,
                 ),
-                io.Combo.Input("sampler", options=SAMPLERS, default="euler"),
-                io.Combo.Input("scheduler", options=SCHEDULERS, default="simple"),
-                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False),
+                io.Combo.Input(
+                    "sampler", options=SAMPLERS, default="euler", tooltip="As in KSampler; euler suits most."
+                ),
+                io.Combo.Input(
+                    "scheduler",
+                    options=SCHEDULERS,
+                    default="simple",
+                    tooltip="As in KSampler: how the steps are spread over the noise.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=False,
+                    tooltip="The same seed gives every set the same noise.",
+                ),
                 widget(
                     SamplePrompts,
                     "walk_seed",

@@ -184,7 +184,7 @@ export class Panel {
 
     #view() {
         return {
-            end: this.live?.last,
+            end: this.live?.running ? this.live.last : 0,
             log: this.log,
             hover: Math.min(this.hover, this.series.steps.length - 1),
             checkpoints: this.checkpoints,
@@ -194,6 +194,7 @@ export class Panel {
     }
 
     #render() {
+        this.#renderTexts()
         const { clientWidth: width, clientHeight: height } = this.canvas
         if (!width || !height) return
         const zoom = this.canvas.getBoundingClientRect().width / width || 1
@@ -203,7 +204,6 @@ export class Panel {
         const context = this.canvas.getContext("2d")
         context.setTransform(scale, 0, 0, scale, 0, 0)
         draw(context, width, height, this.series, this.#view())
-        this.#renderTexts()
     }
 
     #renderTexts() {

@@ -52,14 +52,15 @@ def chromium(profile: Path) -> Iterator[Page]:
 class Page:
     """One tab: `goto`, `evaluate`, `wait_for`, `click`, `screenshot`; `messages` is what its console said."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, target: str = ""):
         self.messages: list[tuple[str, str]] = []
         """(level, text with the address it came from) of console calls, uncaught errors and failed
         requests.
         """
         self._loop = asyncio.new_event_loop()
         self._ids = itertools.count(1)
-        self._loop.run_until_complete(self._connect(port))
+        self._port = port
+        self._loop.run_until_complete(self._connect(target))
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -115,14 +116,22 @@ class Page:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
+    @contextlib.contextmanager
+    def another_tab(self) -> Iterator[Page]:
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        with contextlib.closing(Page(self._port, target)) as page:
+            yield page
+            page.call("Page.close")
+
     def close(self) -> None:
         self._loop.run_until_complete(self._http.close())
         self._loop.close()
 
-    async def _connect(self, port: int) -> None:
+    async def _connect(self, target: str) -> None:
         self._http = aiohttp.ClientSession(trust_env=False)
-        async with self._http.get(f"http://127.0.0.1:{port}/json") as answer:
-            tab = next(target for target in await answer.json() if target["type"] == "page")
+        async with self._http.get(f"http://127.0.0.1:{self._port}/json") as answer:
+            pages = [tab for tab in await answer.json() if tab["type"] == "page"]
+        tab = next(tab for tab in pages if not target or tab["id"] == target)
         self._socket = await self._http.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0)
 
     async def _call(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +143,9 @@ class Page:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
                 return message["result"]
+            if message.get("method") == "Page.javascriptDialogOpening":  # "leave this page?"
+                leave = {"id": next(self._ids), "method": "Page.handleJavaScriptDialog"}
+                await self._socket.send_json({**leave, "params": {"accept": True}})
             self._note(message.get("method"), message.get("params"))
         raise RuntimeError("Chromium has ended")
 

@@ -18,10 +18,10 @@ class Editor:
 
     def open(self) -> None:
         """Load, or reload, the page."""
-        self.page.goto("about:blank")
+        self.page.evaluate("window.graftLeft = true")
         self.page.goto(self.url)
         self.page.wait_for(
-            "!!(window.app?.graph && app.extensionManager?.setting && "
+            "!!(!window.graftLeft && window.app?.graph && app.extensionManager?.setting && "
             "document.querySelector('.side-bar-button'))",
             120,
         )

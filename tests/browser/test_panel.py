@@ -1,0 +1,193 @@
+"""The panel on Train Steps: what it shows of a run, and that every page shows the same."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from PIL import Image
+
+from graft.tests.browser.editor import Editor
+
+pytestmark = pytest.mark.browser
+DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
+LONG, STEPS = "long-0123456789abcdef", 10_000
+SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"
+STATUS = f"{SHADOW}.querySelector('.status').textContent"
+LEGEND = f"{SHADOW}.querySelector('.legend').textContent"
+DRAWN = f"""(c => c.width > 0 && c.getContext('2d').getImageData(0, 0, c.width, c.height).data
+    .filter((value, i) => i % 4 === 3 && value > 0).length)({SHADOW}.querySelector('canvas'))"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened(editor):
+    """The template on four squares of 64 pixels, with Train Steps in the middle of the page."""
+    editor.open()
+    editor.open_template("first_lora")
+    editor.set(DATASET, folder="tiny", resolution="64")
+    editor.set(LORA, rank=2)
+    editor.set(TRAIN, steps=1500, batch_size=1, name="panel")
+    editor.set(SAVE, name="panel")
+    editor.set(LATENT, width=64, height=64, batch_size=1)
+    editor.set(SAMPLER, steps=1)
+    show_train_steps(editor)
+
+
+def show_train_steps(editor):
+    editor.node(
+        TRAIN,
+        "(app.canvas.ds.scale = 1, app.canvas.ds.offset = [300 - node.pos[0], 60 - node.pos[1]], "
+        "app.canvas.setDirty(true, true), true)",
+    )
+
+
+def wait(editor, expression, seconds=60):
+    return editor.page.wait_for(f"(node => {expression})(app.graph.getNodeById({TRAIN}))", seconds)
+
+
+def step(editor):
+    """The step that the status line tells."""
+    return int((editor.node(TRAIN, STATUS) or "step 0").split()[1])
+
+
+def wait_for_step(editor, least, seconds=120):
+    wait(editor, f"Number({STATUS}.split(/\\s+/)[1]) >= {least}", seconds)
+
+
+def button(index):
+    return f"(node => {SHADOW}.querySelectorAll('button')[{index}])(app.graph.getNodeById({TRAIN}))"
+
+
+def test_the_chart_moves_while_training_and_a_reload_refills_it(editor):
+    assert not editor.node(TRAIN, f"{SHADOW}.querySelector('.empty').hidden")
+    editor.run()
+    wait_for_step(editor, 10)
+    first, drawn = step(editor), editor.node(TRAIN, DRAWN)
+    wait_for_step(editor, first + 20)
+    assert drawn and editor.node(TRAIN, DRAWN) != drawn
+    assert "loss" in editor.node(TRAIN, LEGEND) and "/ 1500" in editor.node(TRAIN, STATUS)
+    reached = step(editor)
+    editor.open()
+    wait_for_step(editor, reached)
+    show_train_steps(editor)
+    wait(editor, DRAWN)
+
+
+def test_a_second_tab_shows_the_same_run(editor):
+    workflow = editor.page.evaluate("app.graph.serialize()")
+    with editor.page.another_tab() as page:
+        other = Editor(page, editor.url.removeprefix("http://").removesuffix("/"))
+        other.open()
+        other.load(workflow)
+        wait_for_step(other, 1)
+        assert step(other) >= 1
+
+
+def test_a_run_of_another_workflow_is_ignored(editor):
+    tell = """(async workflow => (await import('/scripts/api.js')).api.dispatchCustomEvent('graft.run',
+        { run: 'other', node: '5', workflow, first: 0, last: 7, step: 7, running: true }))"""
+    editor.page.evaluate(f"{tell}('someone else').then(() => {tell}(null)).then(() => true)")
+    assert editor.node(TRAIN, "node.properties.graft_run.run").startswith("panel-")
+
+
+def test_finish_ends_the_training_and_the_lora_is_saved(editor, running):
+    wait(editor, f"!{SHADOW}.querySelectorAll('button')[1].disabled")
+    editor.page.click_on(button(1))
+    editor.wait_until_idle()
+    assert (running.base / "output" / "loras" / "panel.safetensors").is_file()
+    assert running.request("/graft/runs")["runs"][-1]["step"] < 1500
+    wait(editor, f"{SHADOW}.querySelectorAll('button')[1].disabled && {STATUS}.endsWith('stopped')")
+
+
+def test_the_chart_has_a_logarithmic_scale_and_values_under_the_pointer(editor):
+    drawn = editor.node(TRAIN, DRAWN)
+    editor.page.click_on(button(0))
+    wait(editor, f"{SHADOW}.querySelector('[aria-pressed=true]') && {DRAWN} !== {drawn}")
+    x, y, width = editor.node(
+        TRAIN, f"(b => [b.x, b.y, b.width])({SHADOW}.querySelector('canvas').getBoundingClientRect())"
+    )
+    editor.page.move(x + width / 2, y + 30)
+    wait(editor, f"/^step \\d+/.test({LEGEND})")
+    editor.page.move(10, 10)
+    wait(editor, f"!/^step/.test({LEGEND})")
+
+
+@pytest.fixture(scope="module")
+def long_run(running):
+    """A run of 10,000 steps on disk, with samples and checkpoints."""
+    folder = running.base / "output" / "graft" / LONG
+    (folder / "samples").mkdir(parents=True)
+    for at in range(2000, STEPS + 1, 2000):
+        (folder / "checkpoints" / f"step-{at:08d}").mkdir(parents=True)
+        for number in range(3):
+            image = Image.new("RGB", (96, 96), (at // 40, 90 * number, 160))
+            image.save(folder / "samples" / f"step-{at:08d}-{number}.png")
+    with (folder / "log.jsonl").open("w") as file:
+        for at in range(1, STEPS + 1):
+            loss = 0.3 + math.exp(-at / 2000)
+            entry = {"step": at, "loss": loss + 0.2 * math.sin(at * at), "smoothed": loss, "seconds": 0.6}
+            entry |= {"lr": 1e-4 * (1 - at / STEPS), "validation": loss + 0.1 if at % 1000 == 0 else None}
+            file.write(json.dumps({**entry, "time_left": 0.0, "memory": 7 << 30}) + "\n")
+    return LONG
+
+
+def test_samples_appear_with_the_run_that_the_workflow_remembers(editor, long_run):
+    workflow = editor.page.evaluate("app.graph.serialize()")
+    workflow["id"] = "11111111-1111-4111-8111-111111111111"
+    train = next(node for node in workflow["nodes"] if node["id"] == TRAIN)
+    train["properties"]["graft_run"] = {"node": TRAIN, "run": long_run, "last": STEPS}
+    editor.load(workflow)
+    wait_for_step(editor, STEPS)
+    images = f"[...{SHADOW}.querySelectorAll('.samples img')]"
+    wait(
+        editor, f"{images}.length === 3 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
+    )
+    assert all(word in editor.node(TRAIN, STATUS) for word in ("10000 / 10000", "7.0 GB"))
+    assert all(word in editor.node(TRAIN, LEGEND) for word in ("validation", "samples", "rate"))
+    assert editor.node(TRAIN, "node.size[1] >= node.computeSize()[1]")
+    show_train_steps(editor)
+
+
+def test_ten_thousand_steps_are_drawn_as_few_points_with_their_extremes(editor):
+    found = editor.page.evaluate("""(async () => {
+        const { thinned } = await import('/extensions/graft/series.js')
+        const steps = Array.from({ length: 10000 }, (_, i) => i + 1)
+        const values = steps.map(step => step === 5000 ? 9 : step === 7000 ? -9 : Math.sin(step * step))
+        const points = thinned(steps, values, 1, 10000, 300)
+        const ys = points.map(point => point[1])
+        return [points.length, Math.max(...ys), Math.min(...ys), points[0], points.at(-1)[0]] })()""")
+    assert found[0] <= 1204 and found[1:3] == [9, -9]
+    assert found[3][0] == 0 and found[4] == pytest.approx(300)
+
+
+def test_a_run_inside_a_subgraph_is_shown_there(editor):
+    editor.set(TRAIN, steps=3, name="inside")
+    editor.page.evaluate(
+        f"app.canvas.graph.convertToSubgraph(new Set([app.graph.getNodeById({TRAIN})])) && true"
+    )
+    inner = (
+        "app.graph.nodes.find(n => n.subgraph)?.subgraph.nodes.find(n => n.comfyClass === 'GraftTrainSteps')"
+    )
+    editor.run()
+    editor.page.wait_for(f"({inner}).properties.graft_run?.run.startsWith('inside-')", 120)
+    editor.wait_until_idle()
+    editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))({inner})")
+
+
+def test_the_panel_lives_in_vue_nodes(editor, running):
+    running.request("/settings", {"Comfy.VueNodes.Enabled": True})
+    try:
+        editor.open()
+        editor.open_template("first_lora")
+        show_train_steps(editor)
+        wait(editor, f"{SHADOW}.querySelector('canvas').getBoundingClientRect().width > 200")
+        assert editor.page.evaluate("!!document.querySelector('[data-node-id]')")
+    finally:
+        running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+
+
+def test_the_panel_goes_with_its_node(editor):
+    editor.page.evaluate(f"window.removed = app.graph.getNodeById({TRAIN}).widgets.at(-1).element, true")
+    editor.node(TRAIN, "app.graph.remove(node) || true")
+    editor.page.wait_for("!window.removed.isConnected")
