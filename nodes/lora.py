@@ -6,10 +6,16 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.adapters import ADAPTERS, build_adapters, select
+from ..training.adapters import ADAPTERS
 from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.comfy.lora_files import NONE, changed_at, lora_file_path, lora_names
+from ..training.comfy.starting import summary
 from ..training.config import AdapterConfig
 from .sockets import Lora, schema
+from .widgets import advanced
+
+SIZES = {"as in the file": "file", "as set here": "settings"}
+"""What people choose -> AdapterConfig.start_size."""
 
 
 class BuildLora(io.ComfyNode):
@@ -54,20 +60,24 @@ class BuildLora(io.ComfyNode):
                     "every linear layer, "
                     "or convolutions too.",
                 ),
-                io.String.Input(
-                    "include",
-                    default="",
-                    multiline=True,
-                    optional=True,
-                    tooltip="Patterns of layer names, one a line: only these are trained, e.g. "
-                    "joint_blocks.1?.*",
+                advanced(
+                    io.String.Input(
+                        "include",
+                        default="",
+                        multiline=True,
+                        optional=True,
+                        tooltip="Patterns of layer names, one a line: only these are trained, e.g. "
+                        "joint_blocks.1?.*",
+                    )
                 ),
-                io.String.Input(
-                    "exclude",
-                    default="",
-                    multiline=True,
-                    optional=True,
-                    tooltip="Patterns of layer names, one a line, that are left out.",
+                advanced(
+                    io.String.Input(
+                        "exclude",
+                        default="",
+                        multiline=True,
+                        optional=True,
+                        tooltip="Patterns of layer names, one a line, that are left out.",
+                    )
                 ),
                 io.Model.Input(
                     "model", optional=True, tooltip="Connect it to check the choice before training."
@@ -83,9 +93,31 @@ class BuildLora(io.ComfyNode):
                     "0.5 is usual, 0 leaves them. Train Steps then needs CLIP, and encodes captions in every "
                     "step.",
                 ),
+                io.Combo.Input(
+                    "start_from",
+                    options=[NONE, *lora_names()],
+                    default=NONE,
+                    optional=True,
+                    tooltip="A LoRA file to go on training, of any software. What of it fits no layer of the "
+                    "model is listed here and on Train Steps.",
+                ),
+                advanced(
+                    io.Combo.Input(
+                        "start_size",
+                        options=list(SIZES),
+                        default=next(iter(SIZES)),
+                        optional=True,
+                        tooltip="Of the file to start from: its own algorithm, rank and alpha, or those set "
+                        "here; what a larger rank adds begins at nothing.",
+                    )
+                ),
             ],
             outputs=[Lora.Output("lora")],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, start_from: str = NONE, **_: Any) -> str:
+        return "" if start_from == NONE else changed_at(lora_file_path(start_from))
 
     @classmethod
     def execute(
@@ -98,9 +130,19 @@ class BuildLora(io.ComfyNode):
         exclude: str = "",
         model: Any = None,
         text_encoder: float = 0.0,
+        start_from: str = NONE,
+        start_size: str = next(iter(SIZES)),
     ) -> io.NodeOutput:
         config = AdapterConfig(
-            algorithm, rank, alpha, targets, _lines(include), _lines(exclude), text_encoder=text_encoder
+            algorithm,
+            rank,
+            alpha,
+            targets,
+            _lines(include),
+            _lines(exclude),
+            text_encoder=text_encoder,
+            start_from="" if start_from == NONE else start_from,
+            start_size=SIZES[start_size],
         )
         if algorithm not in ADAPTERS:
             raise ValueError(f"algorithm: {algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
@@ -112,10 +154,5 @@ def _lines(text: str) -> tuple[str, ...]:
 
 
 def _describe(model: Any, config: AdapterConfig) -> str:
-    denoiser = ComfyDenoiser(model)
-    chosen = select(denoiser.specs, denoiser.family, config)
-    count = sum(
-        p.numel() for adapter in build_adapters(chosen, config).values() for p in adapter.parameters()
-    )
-    text = " and the text encoders" if config.text_encoder else ""
-    return f"{denoiser.family.name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters{text}"
+    text = "\nand the text encoders" if config.text_encoder else ""
+    return summary(ComfyDenoiser(model), config) + text

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from comfy_api.latest import io
 
+from ..training.adapters.preset import apply_preset
 from ..training.config import AdapterConfig
 from .sockets import Lora, schema
 from .widgets import widget
@@ -79,6 +80,14 @@ class LoraSettings(io.ComfyNode):
                         ("algorithms", "algorithm, e.g. *mlp* = lokr"),
                     )
                 ),
+                io.String.Input(
+                    "preset",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    tooltip="A preset in LyCORIS's JSON layout: which layers, and algorithm and rank of "
+                    "each. The patterns above come first.",
+                ),
             ],
             outputs=[Lora.Output("lora_changed", display_name="lora")],
         )
@@ -91,16 +100,18 @@ class LoraSettings(io.ComfyNode):
         ranks: str,
         alphas: str,
         algorithms: str,
+        preset: str = "",
         **values: Any,
     ) -> io.NodeOutput:
+        lora = replace(lora, **values)
+        lora = apply_preset(preset, lora) if preset.strip() else lora
         return io.NodeOutput(
             replace(
                 lora,
-                lrs=_rows("learning_rates", learning_rates, float),
-                ranks=_rows("ranks", ranks, int),
-                alphas=_rows("alphas", alphas, float),
-                algorithms=_rows("algorithms", algorithms, str),
-                **values,
+                lrs=(*_rows("learning_rates", learning_rates, float), *lora.lrs),
+                ranks=(*_rows("ranks", ranks, int), *lora.ranks),
+                alphas=(*_rows("alphas", alphas, float), *lora.alphas),
+                algorithms=(*_rows("algorithms", algorithms, str), *lora.algorithms),
             )
         )
 

@@ -14,6 +14,7 @@ from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.notes import model_file, run_notes
 from ..training.comfy.samples import SamplePrompts, SampleWriter
 from ..training.comfy.session import session
+from ..training.comfy.starting import first_state
 from ..training.config import (
     AdapterConfig,
     MemoryConfig,
@@ -143,7 +144,9 @@ class TrainSteps(io.ComfyNode):
         clip: Any = None,
         sample_prompts: SamplePrompts | None = None,
     ) -> io.NodeOutput:
-        resumed = start if isinstance(start, StateHandle) else None
+        adapter = start.load().adapter if isinstance(start, StateHandle) else start
+        denoiser = ComfyDenoiser(model, _required(clip) if adapter.text_encoder else None)
+        resumed, left_out = (start, []) if adapter is not start else first_state(denoiser, adapter, seed)
         first = resumed.step if resumed else 0
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)
@@ -152,14 +155,13 @@ class TrainSteps(io.ComfyNode):
             chosen,
             batch_size=batch_size,
             seed=seed,
-            adapter=resumed.load().adapter if resumed else start,
+            adapter=resumed.load().adapter if resumed else adapter,
             optimizer=replace(chosen.optimizer, lr=learning_rate),
             schedule=_over(chosen.schedule, total_steps or first + steps),
             objective=objective_settings or ObjectiveConfig(),
             memory=memory_settings or MemoryConfig(),
             validation=held_out.config,
         )
-        denoiser = ComfyDenoiser(model, _required(clip) if config.adapter.text_encoder else None)
         warnings = run_notes(denoiser, config, model_file(cls.hidden.prompt, cls.hidden.unique_id))
         for warning in warnings:
             log.warning("Graft: %s", warning)
@@ -199,7 +201,7 @@ class TrainSteps(io.ComfyNode):
         patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)
         lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)
         loss = sum(state.losses[-20:]) / len(state.losses[-20:])
-        text = "\n".join([f"step {state.step}, loss {loss:.4f}", folder.name, *warnings])
+        text = "\n".join([f"step {state.step}, loss {loss:.4f}", folder.name, *warnings, *left_out])
         return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
 
 

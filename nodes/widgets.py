@@ -35,3 +35,9 @@ def widget(
             name, default=default, min=low, max=high, step=step, round=False, tooltip=tooltip
         )
     return io.String.Input(name, default=default, tooltip=tooltip)
+
+
+def advanced(input: Any) -> Any:
+    """Mark an input as one that few need: editors show it on demand."""
+    input.extra_dict = {**(input.extra_dict or {}), "advanced": True}
+    return input
