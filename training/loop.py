@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from . import objective
+from . import distributed, objective
 from .adapters import build_adapters, draws, initialise, named_parameters, needs_base, select
 from .config import TrainConfig, ValidationConfig
 from .coverage import Coverage
@@ -141,7 +141,7 @@ def train(
                 memory=peak_bytes(denoiser.device),
                 base_given_back=placement.given_back,
             )
-            if on_step(report) == STOP:
+            if distributed.share(on_step(report) == STOP):
                 break
     return work.snapshot()
 
@@ -155,7 +155,9 @@ def gradients(
     """
     while True:
         scale = work.loss_scale.value if work.loss_scale else 1.0
-        loss, images = backward(denoiser, dataset, config, work.step, scale)
+        own = backward(denoiser, dataset, config, work.step, scale)
+        total, images = distributed.sum_gradients(work.parameters, *own)
+        loss = total / images
         missing = (
             config.batch_size * config.gradient_accumulation / images
         )  # where buckets end, batches are short
@@ -172,13 +174,13 @@ def gradients(
 def backward(
     denoiser: Denoiser, dataset: Dataset, config: TrainConfig, step: int, scale: float = 1.0
 ) -> tuple[float, int]:
-    """Add `scale` times the gradients of a step's micro-batches; return the mean loss of its images, and
-    their number.
+    """Add `scale` times the gradients of this process's micro-batches of a step; return the sum of the losses
+    of their images, and the number of these.
 
     Every image counts the same, in whichever micro-batch it is.
     """
     total, images = 0.0, 0
-    for micro in range(config.gradient_accumulation):
+    for micro in range(distributed.rank(), config.gradient_accumulation, distributed.world()):
         index = step * config.gradient_accumulation + micro
         batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
         with draws(config.seed, index):
@@ -189,7 +191,7 @@ def backward(
             (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
         total += loss.item() * len(batch.latents)
         images += len(batch.latents)
-    return total / images, images
+    return total, images
 
 
 @torch.no_grad()
@@ -221,7 +223,7 @@ def measure(denoiser: Denoiser, samples: Samples | None, work: Work) -> float | 
     if samples is None or not every or not work.step or work.step % every or done:
         return None
     with work.result_in_place():
-        value = held_out_loss(denoiser, samples, limit=limit)
+        value = distributed.share(held_out_loss(denoiser, samples, limit=limit))
     work.validations.append((work.step, value))
     return value
 

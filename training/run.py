@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 import torch
 
+from . import distributed
 from .checkpoint import (
     StateHandle,
     open_state,
@@ -118,16 +119,21 @@ def execute(
     Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
     returning STOP), the last whole step is on disk before this function is left.
 
+    Of several processes that train together, rank 0 does all this, and the others `follow`.
+
     Raises OSError when the folder cannot be written or the disk is full (DiskFull: the run is saved), and
     ValueError when another process is training this run.
     """
     first = start.step if start else 0
     target = first + steps
+    if distributed.rank():
+        return follow(run, denoiser, dataset, config, target, on_step=on_step, validation=validation)
     with locked(run.folder), saving_run():
         tidy(run)
         newest = latest(run, first, target)
         if newest and newest.step == target:
             log.info("Graft: step %d of this run is already trained; nothing to do.", target)
+            distributed.share(None)
             return hand_on(run, newest, config)
         if newest:
             log.info("Graft: resuming at step %d of %d.", newest.step, target)
@@ -140,6 +146,7 @@ def execute(
         )
         try:
             on_start(state)
+            distributed.share(state)
             train(
                 denoiser,
                 dataset,
@@ -156,6 +163,32 @@ def execute(
         reached = saved or resume
         assert reached is not None, "a fresh run ends after at least one step"
         return hand_on(run, reached, config)
+
+
+def follow(
+    run: Run,
+    denoiser: Denoiser,
+    dataset: Dataset,
+    config: TrainConfig,
+    target: int,
+    *,
+    on_step: OnStep,
+    validation: Samples | None,
+) -> StateHandle:
+    """Train along with rank 0, from the state that it has, and return a copy of the state it hands on."""
+
+    def heed(progress: Progress) -> str | None:
+        raise_if_asked()
+        return on_step(progress)
+
+    with saving_run():
+        state: TrainState | None = distributed.share(None)
+        if state is not None:
+            steps = target - state.step
+            train(denoiser, dataset, config, state, steps=steps, on_step=heed, validation=validation)
+        result: TrainState | None = distributed.share(None)
+        assert result is not None, "rank 0 hands on a state, or ends"
+        return save_state(result, run.checkpoint(result.step))
 
 
 def latest(run: Run, first: int, target: int) -> StateHandle | None:
@@ -201,6 +234,8 @@ def hand_on(run: Run, handle: StateHandle, config: TrainConfig) -> StateHandle:
         handle = best(run, handle)
     with suppress(OSError):  # a disk without room for an empty file; the state itself is there
         (handle.path / KEPT).touch()
+    if distributed.world() > 1:
+        distributed.share(handle.load())
     return handle
 
 
