@@ -17,6 +17,7 @@ from ..training.log import read_log
 from ..training.lora_file import write_lora
 from ..training.memory.precision import DTYPES
 from ..training.metadata import lora_metadata, with_hashes
+from ..training.run import Run, newest
 from .sockets import State, schema
 
 
@@ -147,16 +148,38 @@ class LoadTrainingState(io.ComfyNode):
         return schema(
             node_id="GraftLoadTrainingState",
             display_name="Load Training State",
-            description="Load what Save Training State kept, to go on training on the same base model.",
+            description="Load what Save Training State kept, or the newest checkpoint of a run, to go on "
+            "training on the same base model.",
             search_aliases=["graft", "resume"],
-            inputs=[io.String.Input("name", default="my_lora", tooltip="Folder under output/graft/states.")],
+            inputs=[
+                io.String.Input(
+                    "name",
+                    default="my_lora",
+                    tooltip="Folder under output/graft/states, or the folder of a run under output/graft, "
+                    "such as my_lora-0123456789abcdef.",
+                )
+            ],
             outputs=[State.Output("state")],
         )
 
     @classmethod
     def fingerprint_inputs(cls, name: str) -> str:
-        return (paths.state_folder(name) / "state.json").read_text(encoding="utf-8")
+        return _saved(name).digest
 
     @classmethod
     def execute(cls, name: str) -> io.NodeOutput:
-        return io.NodeOutput(open_state(paths.state_folder(name)))
+        return io.NodeOutput(_saved(name))
+
+
+def _saved(name: str) -> StateHandle:
+    """Return the state that was saved under a name, else the newest sound one of the run with that folder."""
+    folder = paths.state_folder(name)
+    if (folder / "state.json").exists():
+        return open_state(folder)
+    found = newest(Run(paths.existing_run(name)))
+    if found is None:
+        raise ValueError(
+            f"Load Training State: {name!r} is neither a state in {folder.parent} nor a run with a "
+            f"checkpoint in {folder.parent.parent}; look there for the folder's name."
+        )
+    return found

@@ -203,6 +203,11 @@ def latest(run: Run, first: int, target: int) -> StateHandle | None:
     return None
 
 
+def newest(run: Run) -> StateHandle | None:
+    """Return the run's newest sound checkpoint."""
+    return latest(run, -1, max(_checkpoints(run), default=0))
+
+
 def run_of(handle: StateHandle) -> Run | None:
     """Return the run that a state is a checkpoint of; None for a state that was saved elsewhere."""
     folder = handle.path.parent

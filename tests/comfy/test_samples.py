@@ -188,7 +188,7 @@ def test_loss_plot_and_checkpoint_grid_are_pictures_of_the_run(execute, base):
     prompt["5"]["inputs"]["checkpoint_settings"] = ["50", 0]
     prompt["50"] = {
         "class_type": "GraftCheckpointSettings",
-        "inputs": {"minutes": 0.0, "steps": 0, "keep": 9, "tensorboard": False},
+        "inputs": {"minutes": 0.0, "steps": 0, "keep": 9, "tensorboard": False, "lora": False},
     }
     given = {"model": ["1", 0], "state": ["5", 2], "sample_prompts": ["40", 0]}
     for key, name, strengths in (("51", "one", "1"), ("52", "two", "0, 1.0")):
@@ -231,3 +231,21 @@ def test_the_stock_loss_graph_draws_the_loss_map(execute, base, comfyui, graft_n
     prompt["60"] = {"class_type": "LossGraphNode", "inputs": {"loss": ["5", 4], "filename_prefix": "loss"}}
     executor = execute(prompt)
     assert "60" in executor.history_result["outputs"]
+
+
+def test_a_run_is_continued_from_its_folder(execute, base):
+    execute(plain("from_folder"))
+    prompt = plain("longer")
+    prompt["70"] = {
+        "class_type": "GraftLoadTrainingState",
+        "inputs": {"name": folder_of(base, "from_folder").name},
+    }
+    prompt["5"]["inputs"] |= {"start": ["70", 0], "steps": 1}
+    execute(prompt)
+    whole = plain("at_once_5")
+    whole["5"]["inputs"]["steps"] = 5
+    execute(whole)
+    assert_same_lora(base, "longer", "at_once_5")
+    prompt["70"]["inputs"]["name"] = "no such run"
+    with pytest.raises(RuntimeError, match="neither a state in .* nor a run with a checkpoint"):
+        execute(prompt)
