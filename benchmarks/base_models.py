@@ -152,11 +152,13 @@ def _fields(kind: type) -> Mapping[str, Any]:
 
 @torch.no_grad()
 def _fill(network: torch.nn.Module, seed: int, device: str) -> None:
+    """Set matrices to normal numbers that keep the size of what they are applied to: a million, repeated."""
     generator = torch.Generator(device).manual_seed(seed)
+    numbers = torch.randn((1 << 20) - 3, generator=generator, device=device)
     for name, tensor in network.state_dict().items():
         if tensor.ndim >= 2:
-            tensor.normal_(std=tensor[0].numel() ** -0.5, generator=generator)
+            for part in tensor.view(-1).split(len(numbers)):
+                part.copy_(numbers[: len(part)])
+            tensor.mul_(tensor[0].numel() ** -0.5 * (0.02 if name.endswith("pos_embed") else 1.0))
         elif tensor.is_floating_point():
             tensor.fill_(1.0 if name.endswith(("weight", "scale")) else 0.0)
-        if name.endswith("pos_embed"):
-            tensor.mul_(0.02)

@@ -26,7 +26,7 @@ from .settings import (
     OptimizerSettings,
     ValidationSettings,
 )
-from .tools import ValidationLoss
+from .tools import MemoryPlan, ValidationLoss
 from .train import TrainSteps
 
 ALL_NODES = [
@@ -46,6 +46,7 @@ ALL_NODES = [
     ValidationSettings,
     CheckpointSettings,
     SamplePromptsNode,
+    MemoryPlan,
     TrainingJob,
     TrainSteps,
     LossPlot,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
 
+from ..training.adapters import select
+from ..training.checkpoint import StateHandle
 from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
+from ..training.memory.plan import every_plan, outlook
 from ..training.validation import validation_loss
-from .sockets import Dataset, schema
+from .sockets import Dataset, Lora, Memory, Optimizer, State, schema
 
 
 class ValidationLoss(io.ComfyNode):
@@ -36,3 +41,50 @@ class ValidationLoss(io.ComfyNode):
     def execute(cls, model: Any, dataset: Any) -> io.NodeOutput:
         loss = validation_loss(ComfyDenoiser(model), dataset)
         return io.NodeOutput(loss, ui={"text": [f"validation loss {loss:.5f}"]})
+
+
+class MemoryPlan(io.ComfyNode):
+    """What training would take, by every way to spend memory."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftMemoryPlan",
+            display_name="Memory Plan",
+            description="Peak memory and time of a training step by every plan, without training.",
+            search_aliases=["graft", "vram", "out of memory", "fits"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="The base, as Train Steps gets it."),
+                Dataset.Input("dataset", tooltip="From Encode Dataset: its largest bucket counts."),
+                io.MultiType.Input(
+                    "start", types=[Lora, State], tooltip="From Build LoRA, or a training state."
+                ),
+                io.Int.Input("batch_size", default=1, min=1, max=256, tooltip="Images in one step."),
+                Optimizer.Input("optimizer_settings", optional=True),
+                Memory.Input("memory_settings", optional=True),
+            ],
+            outputs=[io.String.Output("plan")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        dataset: Any,
+        start: AdapterConfig | StateHandle,
+        batch_size: int,
+        optimizer_settings: TrainConfig | None = None,
+        memory_settings: MemoryConfig | None = None,
+    ) -> io.NodeOutput:
+        adapter = start.load().adapter if isinstance(start, StateHandle) else start
+        config = replace(
+            optimizer_settings or TrainConfig(),
+            batch_size=batch_size,
+            adapter=adapter,
+            memory=memory_settings or MemoryConfig(),
+        )
+        denoiser = ComfyDenoiser(model)
+        adapted = select(denoiser.specs, denoiser.family, adapter)
+        text = outlook(denoiser, adapted, config, dataset.largest_batch(batch_size), every_plan())
+        return io.NodeOutput(text, ui={"text": [text]})

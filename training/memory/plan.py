@@ -23,7 +23,7 @@ from .forecast import Forecast, forecast
 from .precision import compute_dtype
 from .quantize import FORMATS
 from .store import STORES, bytes_of
-from .usage import free_bytes
+from .usage import free_bytes, operations_a_second
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,12 @@ GIB = 1 << 30
 RESERVE = 0.04
 """Share of the memory that is left for what no tensor accounts for: the allocator's gaps, kernels' work
 space."""
+
+REACHED = 0.5
+"""Share of a large product's speed that a whole step reaches; real steps come to 0.4 to 0.6 of it."""
+
+BANDWIDTH = 20e9
+"""Bytes a second from host memory to the device, as PCIe 4 with 16 lanes gives in practice."""
 
 OPTIMIZER_BYTES: Mapping[str, float] = {
     "adamw": 8,
@@ -203,6 +209,32 @@ def fits_surely(
     widths = sum(sum(spec.shape[:2]) for spec in denoiser.specs.values())
     weights = bytes_of(denoiser.specs, denoiser.family.blocks, "resident", dtype)
     return weights + 2 * adapter_bytes(adapted, config) + 24 * positions * widths <= budget
+
+
+def outlook(
+    denoiser: Denoiser,
+    adapted: Mapping[str, LayerSpec],
+    config: TrainConfig,
+    batch: Batch,
+    plans: Sequence[Plan],
+) -> str:
+    """Return the table of `plans` on this device, as free and as fast as it is now.
+
+    Raises ValueError for a network whose memory cannot be foreseen.
+    """
+    budget = int(config.memory.budget_gb * GIB) or free_bytes(denoiser.device)
+    predict = predictor(denoiser, adapted, config, batch)
+    try:
+        found = [predict(plan) for plan in plans]
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
+            "fastest plan and goes on with the next one when memory runs out."
+        ) from error
+    dtype = compute_dtype(config.memory, denoiser.device)
+    flops = REACHED * operations_a_second(denoiser.device, dtype)
+    free = "" if budget is None else f"\n{gib(budget)} of memory to use"
+    return table(found, budget, flops, BANDWIDTH) + free
 
 
 def gib(size: int) -> str:

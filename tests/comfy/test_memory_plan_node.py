@@ -1,0 +1,32 @@
+"""The Memory Plan node says what fits, on real classes, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from graft.nodes.tools import MemoryPlan
+from graft.tests.comfy.tiny_models import TINY
+from graft.training.config import AdapterConfig, MemoryConfig
+from graft.training.memory.store import STORES
+
+
+class Encoded:
+    def largest_batch(self, size):
+        return TINY["sd3"].batch(range(size), (12, 16))
+
+
+def test_the_node_shows_every_plan_and_what_fits():
+    memory = MemoryConfig(budget_gb=0.004)
+    found = MemoryPlan.execute(TINY["sd3"](), Encoded(), AdapterConfig(rank=4), 2, None, memory)
+    lines = found.result[0].splitlines()
+    assert len(lines) == 2 + len(STORES) * 4 and lines[-1].endswith("of memory to use")
+    assert "too large" in lines[1] and found.ui["text"] == [found.result[0]]
+
+
+def test_a_model_that_cannot_be_foreseen_says_so():
+    class Lumina:
+        def largest_batch(self, size):
+            return TINY["lumina2"].batch(range(size))
+
+    with pytest.raises(ValueError, match="cannot be foreseen .* starts with the fastest plan"):
+        MemoryPlan.execute(TINY["lumina2"](), Lumina(), AdapterConfig(rank=4), 2)
