@@ -435,9 +435,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decoder-steps", type=int, default=200)
     parser.add_argument("--depth", type=int, default=4, help="blocks; the width is 64 times this")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3000, help="of the denoiser")
+    parser.add_argument("--steps", type=int, default=5000, help="of the denoiser")
     parser.add_argument(
-        "--cooldown", type=int, default=600, help="steps at the end with falling learning rate"
+        "--cooldown", type=int, default=1200, help="steps at the end with falling learning rate"
     )
     parser.add_argument("--shift", type=float, default=1.5, help="above 1 favours high noise in training")
     parser.add_argument("--prompts", nargs="*", help="of the samples")
