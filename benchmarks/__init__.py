@@ -12,6 +12,7 @@ from types import ModuleType
 
 BENCHMARKS = {
     "data": ("data", "memory and time of choosing a batch at a million images; encoding beside a plain loop"),
+    "optimizers": ("optimizers", "optimizers on the demo: held-out loss and memory of their states"),
     "faults": ("faults", "runs killed 20 times and continued, and what else can go wrong"),
 }
 """name -> (module in this folder, what it measures)."""

@@ -1,0 +1,89 @@
+"""Optimizers beside one another on the demo: the loss on its held-out images and what their memory takes.
+
+    graft bench optimizers --json
+
+Every run starts from the same adapter, sees the same batches and noise, and is measured at the same noise
+levels. Prints {"base": loss, "adamw": {"validation", "state_mb", "seconds"}, "adamw8bit": ...}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ..demo.clip_l import write_clip_l
+from ..headless.comfyui import start_comfyui
+from ..training.config import AdapterConfig, OptimizerConfig, TrainConfig
+from ..training.data import BucketConfig, CaptionConfig, DatasetConfig, encode, scan
+from ..training.loop import train
+from ..training.validation import validation_loss
+
+DEMO = Path(__file__).resolve().parent.parent / "demo"
+RESOLUTION = 128
+LR, BATCH_SIZE, RANK = 1e-3, 4, 16
+"""As in the first workflow."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `graft bench optimizers`."""
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
+    parser.add_argument("--optimizers", nargs="+", default=["adamw", "adamw8bit"], metavar="NAME")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train with each optimizer and print what came of it."""
+    results = measure(args.optimizers, args.steps)
+    if args.json:
+        print(json.dumps(results, indent=1))
+    else:
+        for name, figures in results.items():
+            print(f"{name}: {figures}")
+    return 0
+
+
+def measure(optimizers: list[str], steps: int) -> dict[str, Any]:
+    """Return the held-out loss of the base, and by optimizer the loss, memory and time of a run."""
+    with tempfile.TemporaryDirectory(prefix="graft-optimizers-") as place:
+        denoiser, encoder = load_demo(Path(place))
+        config = DatasetConfig(
+            bucket=BucketConfig(resolutions=(RESOLUTION,)), caption=CaptionConfig(dropout=0.1)
+        )
+        dataset = encode(scan(DEMO / "dataset", config), encoder, Path(place, "cache"))
+        held_out = encode(scan(DEMO / "validation", config), encoder, Path(place, "cache")).validation()
+        results: dict[str, Any] = {"base": round(validation_loss(denoiser, held_out), 5)}
+        for name in optimizers:
+            chosen = TrainConfig(
+                batch_size=BATCH_SIZE,
+                adapter=AdapterConfig(rank=RANK),
+                optimizer=OptimizerConfig(name, lr=LR),
+            )
+            began = time.perf_counter()
+            state = train(denoiser, dataset, chosen, None, steps=steps)
+            seconds = time.perf_counter() - began
+            tensors = state.optimizer.tensors.values()
+            results[name] = {
+                "validation": round(validation_loss(denoiser, held_out, state=state), 5),
+                "state_mb": round(sum(t.numel() * t.element_size() for t in tensors) / 1e6, 3),
+                "seconds": round(seconds, 1),
+            }
+        return results
+
+
+def load_demo(place: Path) -> tuple[Any, Any]:
+    """Return the demo's base and its encoder, from ComfyUI's own loaders."""
+    start_comfyui()
+    import comfy.sd
+
+    from ..training.comfy.denoiser import ComfyDenoiser
+    from ..training.comfy.encoder import ComfyEncoder
+
+    checkpoint = DEMO / "base" / "graft_tiny_sd3.safetensors"
+    patcher, _, vae, _ = comfy.sd.load_checkpoint_guess_config(str(checkpoint))
+    texts = write_clip_l(place / "clip_l.safetensors")
+    clip = comfy.sd.load_clip([str(texts)], clip_type=comfy.sd.CLIPType.SD3)
+    denoiser = ComfyDenoiser(patcher)
+    return denoiser, ComfyEncoder(vae, clip, denoiser.family)
