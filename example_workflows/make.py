@@ -1,18 +1,27 @@
 """Write the editor form of every workflow in api/: the same graph with places, sizes, groups and a note.
 
-The API form is the source. After a change there or in a node's schema, start ComfyUI with Graft and run
-`python example_workflows/make.py http://127.0.0.1:8188`. What belongs to the eye alone stands below.
+The API form is the source; widgets that it does not name get their defaults. After a change there or in a
+node's schema, start ComfyUI with Graft and run `python example_workflows/make.py http://127.0.0.1:8188`. With
+`--thumbnails` behind it, every workflow is also run at the size of the demo's base model, and its picture
+becomes <name>.jpg, labelled so. What belongs to the eye alone stands below.
 """
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import sys
+import time
+import urllib.parse
 import urllib.request
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image, ImageDraw
 
 HERE = Path(__file__).resolve().parent
 GAP, TITLE, HEADER, MARGIN = 40, 30, 50, 20
@@ -29,6 +38,7 @@ TALLER = {
     "SaveImage": 400,
     "PreviewImage": 400,
     "GraftSaveLora": 40,
+    "GraftSamplePrompts": 200,
 }
 """Room for what a node shows while it runs: text, chart, pictures."""
 COLOURS = ("#3f789e", "#8A8", "#b58b2a", "#a1309b", "#88A")
@@ -61,6 +71,88 @@ The LoRA is saved in `output/loras`. *Load LoRA* lists it after a press of `R`.
 
 **Cancel** loses nothing: press Run again to go on from there. For more steps, raise *steps* and press Run."""
 
+SDXL_CHARACTER = """\
+## A person or character for SDXL
+
+Settings for a card of 24 GB: batch 2 at 1024 pixels. With 12 GB set the batch size to 1.
+
+1. 15 to 40 pictures of one person in `input/my_character`, each with a text file that says what else can be \
+seen; the person is called by the trigger word, which **Load Dataset** puts before every caption.
+2. **Load Base Model**: any SDXL checkpoint.
+3. **Sample Prompts** draws two pictures every 250 steps: stop with *Finish* when they are good.
+
+min-SNR weighting lets the noise levels that decide a face count more evenly."""
+
+SD35_STYLE = """\
+## A style for SD3.5 Medium
+
+Settings for a card of 24 GB: batch 2 at 1024 pixels, rank 32.
+
+1. 30 to 200 pictures in the style, in `input/my_style`, with captions that say *what* is shown and not how.
+2. **Load Base Model**: SD3.5 Medium or Large, and its three text encoders. Any of them may be left out.
+
+**Split Dataset** holds a tenth of the pictures back. Every 200 steps the loss on them is measured: training \
+ends when it has not become better four times, and the best state is the one that is saved."""
+
+FLUX_12GB = """\
+## Flux.1 Dev on a card of 12 GB
+
+**Memory Settings**: the base in 4 bits (nf4) while training, checkpointed block by block. This rounding \
+never leaves the run: the LoRA is for the base as it is. With 24 GB choose *auto*.
+
+1. 10 to 30 pictures in `input/my_subject`, with captions.
+2. **Load Base Model**: flux1-dev, CLIP-L, T5 and the VAE.
+
+Flux is trained at guidance 1, which is the default here, and sampled at 3.5."""
+
+SCHNELL_ASSISTANT = """\
+## A distilled base: Flux.1 Schnell with an assistant LoRA
+
+Training on a base that was distilled to four steps undoes the distillation. An *assistant LoRA* undoes it \
+beforehand, so that training has nothing to undo: **Load LoRA** puts it onto the MODEL that is trained on. \
+Such patches apply while training and are no part of the result.
+
+For Schnell there is *ostris/FLUX.1-schnell-training-adapter*. What is drawn below uses the base with the \
+new LoRA, without the assistant.
+
+Without one, train on Flux.1 Dev and use the LoRA on Schnell."""
+
+RESUME = """\
+## Go on with what was trained earlier
+
+**Load Training State** reads what **Save Training State** kept in `output/graft/states`: weights, the \
+optimizer's memory, the step. Going on is bit for bit what one longer run would have been, on the same base, \
+pictures and settings.
+
+For a run that was cancelled none of this is needed: queue its own workflow again."""
+
+COMPARE = """\
+## Two LoRAs side by side
+
+The same pictures, seed and number of steps, once with rank 8 and once with rank 64. Each grid shows the \
+run's checkpoints from left to right, a row a prompt: too little on the left, too much on the right.
+
+Change one thing at a time: rank, learning rate, or layers."""
+
+TRAIN_SAMPLE_TRAIN = """\
+## Train, look, train on
+
+Two **Train Steps** in a row: the second goes on from the first one's *state*. Both say 1000 *total steps*, \
+over which the cosine schedule decays, so the two parts are exactly one run of 1000 steps.
+
+The MODEL of each part goes straight into **KSampler**: no file in between. Queue again with more steps in \
+the second part, and the first one costs nothing."""
+
+MERGE = """\
+## Files: merge, extract, resize, look inside
+
+Four graphs that have nothing to do with each other; mute (Ctrl+M) those you do not want.
+
+- **Merge LoRA** into a MODEL, to draw with it; into a checkpoint file in `output/checkpoints`.
+- **Extract LoRA**: the difference between two checkpoints as a LoRA.
+- **Resize LoRA** to a smaller rank; **Inspect LoRA** says what is in a file."""
+
+
 LAYOUTS = {
     "first_lora": Layout(
         FIRST_LORA,
@@ -71,7 +163,133 @@ LAYOUTS = {
             ("4  Draw with it", ((7, 8, 9), (10, 11), (12,))),
         ),
     ),
+    "sdxl_character": Layout(
+        SDXL_CHARACTER,
+        (
+            ("1  Base model and pictures", ((1, 2), (3, 4))),
+            ("2  How to train", ((5,), (6,), (7,))),
+            ("3  Train and save", ((8, 9), (10, 11))),
+            ("4  Draw with it", ((12, 13, 14), (15, 16), (17,))),
+        ),
+    ),
+    "sd35_style": Layout(
+        SD35_STYLE,
+        (
+            ("1  Base model and pictures", ((1, 2), (3, 4))),
+            ("2  How to train", ((5, 6), (7,))),
+            ("3  Train, measure and save", ((8, 9), (10, 11))),
+            ("4  Draw with it", ((12, 13, 14), (16, 17), (18,))),
+        ),
+    ),
+    "flux_12gb": Layout(
+        FLUX_12GB,
+        (
+            ("1  Base model and pictures", ((1, 2), (3, 4))),
+            ("2  How to train in 12 GB", ((5, 6),)),
+            ("3  Train and save", ((7, 8),)),
+            ("4  Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
+        ),
+    ),
+    "schnell_assistant": Layout(
+        SCHNELL_ASSISTANT,
+        (
+            ("1  Base model, assistant and pictures", ((1, 2), (3, 4))),
+            ("2  Train on the MODEL with the assistant", ((5, 6), (7, 8))),
+            ("3  Draw without the assistant", ((9, 10, 11, 12), (14, 15), (16,))),
+        ),
+    ),
+    "resume": Layout(
+        RESUME,
+        (
+            ("1  Base model and pictures, as before", ((1, 2), (3,))),
+            ("2  Where to go on, and how far", ((4, 5),)),
+            ("3  Keep", ((6, 7),)),
+            ("4  Draw with it", ((8, 9, 10), (11, 12), (13,))),
+        ),
+    ),
+    "compare_two_loras": Layout(
+        COMPARE,
+        (
+            ("1  Base model and pictures", ((1, 2), (3, 5), (4,))),
+            ("2  Rank 8", ((6, 7), (8, 9))),
+            ("3  Rank 64", ((10, 11), (12, 13))),
+        ),
+    ),
+    "train_sample_train": Layout(
+        TRAIN_SAMPLE_TRAIN,
+        (
+            ("1  Base model and pictures", ((1, 2), (3, 4, 5))),
+            ("2  First part", ((6,), (7, 8, 9), (10, 11), (12,))),
+            ("3  Second part", ((13, 17), (14, 15), (16,))),
+        ),
+    ),
+    "merge_and_extract": Layout(
+        MERGE,
+        (
+            ("1  Draw with a merged LoRA", ((1, 2), (3, 4, 5), (6, 7), (8,))),
+            ("2  Into a checkpoint", ((9,),)),
+            ("3  Out of two checkpoints", ((10,),)),
+            ("4  LoRA files", ((11, 12),)),
+        ),
+    ),
 }
+
+
+def completed(prompt: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the API form with every widget named, those that it leaves out at their defaults."""
+    found = copy.deepcopy(prompt)
+    for entry in found.values():
+        given, ordered = entry["inputs"], {}
+        for name, spec, _ in _inputs(schemas[entry["class_type"]]):
+            options = spec[1] if len(spec) > 1 else {}
+            if name in given:
+                ordered[name] = given[name]
+            elif _is_widget(spec) and "default" in options:
+                ordered[name] = options["default"]
+        assert set(given) <= set(ordered), (entry["class_type"], sorted(set(given) - set(ordered)))
+        entry["inputs"] = ordered
+    return found
+
+
+PROMPTS = ("red apple", "yellow banana")
+"""What the demo's base model can draw."""
+
+
+def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -> dict[str, Any]:
+    """Return a workflow as the demo's base model and pictures can run it, in `steps` optimizer steps a node.
+
+    `lora` and `tuned` are a LoRA and a checkpoint of that base, for the nodes that ask for such files.
+    """
+    model = {"model": "graft_tiny_sd3.safetensors", "text_encoder_1": "graft_tiny_clip_l.safetensors"}
+    others = dict.fromkeys(("text_encoder_2", "text_encoder_3", "vae"), "from checkpoint")
+    size = {"width": 128, "height": 128}
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "GraftLoadBaseModel": {**model, **others, "dtype": "auto"},
+        "GraftLoadDataset": {"folder": "demo/dataset", "resolution": "128", "trigger": ""},
+        "GraftTrainSteps": {"steps": steps, "learning_rate": 0.001, "batch_size": 4},
+        "GraftSamplePrompts": {**size, "prompts": "\n".join(PROMPTS), "steps": 12, "cfg": 4.0},
+        "GraftValidationSettings": {"every": max(1, steps // 2), "patience": 0, "limit": 2},
+        "GraftCheckpointSettings": {"steps": max(1, steps // 4)},
+        "EmptyLatentImage": size,
+        "EmptySD3LatentImage": size,
+        "KSampler": {"steps": 16, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple"},
+        "GraftMergeCheckpoint": {"checkpoint": model["model"]},
+        "GraftExtractLora": {"original": model["model"], "tuned": tuned, "rank": 4},
+    }
+    found = copy.deepcopy(prompt)
+    for entry in found.values():
+        kind, inputs = entry["class_type"], entry["inputs"]
+        inputs |= changes.get(kind, {})
+        if "lora_name" in inputs:
+            inputs["lora_name"] = lora
+        if "total_steps" in inputs and inputs["total_steps"]:
+            inputs["total_steps"] = 2 * steps
+        if kind == "CLIPTextEncode":
+            negative = entry["_meta"]["title"].startswith("Negative")
+            inputs["text"] = "" if negative else PROMPTS[0]
+        if kind == "GraftSamplePrompts" and inputs["every"]:
+            inputs["every"] = max(1, steps // 2)
+    return found
 
 
 def editor_form(name: str, prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +329,7 @@ def _node(number: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[st
         kind = "COMBO" if isinstance(spec[0], list) else spec[0]
         options = spec[1] if len(spec) > 1 else {}
         slot = {"name": name, "type": kind, **({"shape": 7} if optional else {}), "link": None}
-        if kind not in ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN") or options.get("forceInput"):
+        if not _is_widget(spec):
             sockets.append(slot)
             continue
         widgets.append({**slot, "widget": {"name": name}})
@@ -144,6 +362,12 @@ def _node(number: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[st
         },
         "widgets_values": values,
     }
+
+
+def _is_widget(spec: list[Any]) -> bool:
+    kind = "COMBO" if isinstance(spec[0], list) else spec[0]
+    plain = kind in ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")
+    return plain and not (len(spec) > 1 and spec[1].get("forceInput"))
 
 
 def _inputs(schema: dict[str, Any]) -> list[tuple[str, list[Any], bool]]:
@@ -194,15 +418,77 @@ def _in_order(nodes: dict[int, dict[str, Any]], links: list[list[Any]]) -> list[
     return [nodes[key] for key in done]
 
 
-def main(address: str) -> None:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-        f"{address}/object_info"
-    ) as answer:
-        schemas = json.load(answer)
+def main(address: str, *options: str) -> None:
+    schemas = json.loads(_ask(f"{address}/object_info"))
     for name, layout in LAYOUTS.items():
-        prompt = json.loads((HERE / "api" / f"{name}.json").read_text(encoding="utf-8"))
+        path = HERE / "api" / f"{name}.json"
+        prompt = completed(json.loads(path.read_text(encoding="utf-8")), schemas)
+        path.write_text(_api_lines(prompt), encoding="utf-8", newline="\n")
         text = _lines(editor_form(name, prompt, layout, schemas))
         (HERE / f"{name}.json").write_text(text, encoding="utf-8", newline="\n")
+    if "--thumbnails" in options:
+        for name in ("first_lora", *(name for name in LAYOUTS if name != "first_lora")):
+            _thumbnail(address, name)
+
+
+THUMBNAIL_STEPS = 100
+TUNED = "graft_thumbnail.safetensors"
+
+
+def _thumbnail(address: str, name: str) -> None:
+    """Run a workflow at demo size and write the last picture that it saves, with a label, as <name>.jpg."""
+    prompt = json.loads((HERE / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    prompt = at_demo_size(prompt, steps=THUMBNAIL_STEPS, lora="first_lora.safetensors", tuned=TUNED)
+    if name == "merge_and_extract":  # what it reads besides the LoRA that first_lora saved
+        del prompt["10"]
+    if name == "first_lora":  # what `resume` goes on from
+        inputs = {"state": ["5", 2], "name": "my_lora"}
+        prompt["90"] = {"class_type": "GraftSaveTrainingState", "inputs": inputs}
+    outputs = _run(address, prompt)
+    saved = [outputs[key]["images"] for key in sorted(outputs, key=int) if "images" in outputs[key]]
+    saved = [images for images in saved if images[0]["type"] == "output"]
+    asked = [urllib.parse.urlencode(image) for image in saved[-1][:4]]
+    pictures = [Image.open(io.BytesIO(_ask(f"{address}/view?{image}"))).convert("RGB") for image in asked]
+    _labelled(pictures).save(HERE / f"{name}.jpg", quality=85)
+
+
+def _labelled(pictures: list[Image.Image], side: int = 384) -> Image.Image:
+    """Return pictures side by side in a square, with a line that says what drew them."""
+    columns = 2 if len(pictures) > 1 else 1
+    sheet = Image.new("RGB", (side, side + 24), "white")
+    cell = side // columns
+    for number, picture in enumerate(pictures):
+        scale = cell / max(picture.size)
+        small = picture.resize((round(picture.width * scale), round(picture.height * scale)))
+        left, top = (number % columns) * cell, (number // columns) * cell
+        sheet.paste(small, (left + (cell - small.width) // 2, top + (cell - small.height) // 2))
+    ImageDraw.Draw(sheet).text((6, side + 6), "drawn with the tiny demo base model, 128 px", fill="black")
+    return sheet
+
+
+def _run(address: str, prompt: dict[str, Any]) -> dict[str, Any]:
+    """Queue a prompt, wait for it, and return what its nodes put out. Raises RuntimeError with ComfyUI's
+    message."""
+    answer = json.loads(_ask(f"{address}/prompt", json.dumps({"prompt": prompt}).encode()))
+    while True:
+        time.sleep(1)
+        history = json.loads(_ask(f"{address}/history/{answer['prompt_id']}"))
+        if entry := history.get(answer["prompt_id"]):
+            if entry["status"]["status_str"] != "success":
+                raise RuntimeError(json.dumps(entry["status"]["messages"][-1])[:2000])
+            return dict(entry["outputs"])
+
+
+def _ask(url: str, body: bytes | None = None) -> bytes:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, data=body)) as answer:
+        return bytes(answer.read())
+
+
+def _api_lines(prompt: dict[str, Any]) -> str:
+    """Return the API form with one node a line."""
+    rows = [f"  {json.dumps(key)}: {json.dumps(entry, ensure_ascii=False)}" for key, entry in prompt.items()]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def _lines(workflow: dict[str, Any]) -> str:
@@ -217,4 +503,4 @@ def _lines(workflow: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import folder_paths
 import pytest
 
 import graft
+from graft.example_workflows.make import at_demo_size
 
 FOLDER = Path(graft.__file__).parent / "example_workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -24,6 +26,9 @@ FILES = {
     "folder",
     "lora_name",
     "ckpt_name",
+    "checkpoint",
+    "original",
+    "tuned",
 }
 """Combos over the reader's own files."""
 
@@ -148,3 +153,49 @@ def inside(node, bounding):
     left, top, width, height = bounding
     (x, y), (w, h) = node["pos"], node["size"]
     return left <= x and top <= y and x + w <= left + width and y + h <= top + height
+
+
+# Every workflow runs, at the size of the demo's base model
+
+
+@pytest.fixture(scope="module")
+def files(base):
+    """Names of a LoRA and a checkpoint of the demo's base, for the workflows that read such files."""
+    folder_paths.add_model_folder_path("loras", str(base / "output" / "loras"))  # as ComfyUI's main.py does
+    return {"lora": "workflow_lora.safetensors", "tuned": "workflow_tuned.safetensors"}
+
+
+@pytest.fixture
+def made(execute, files, base):
+    """The names of `files`, which the first test that asks for them makes."""
+    if not (base / "models" / "checkpoints" / files["tuned"]).exists():
+        first = at_demo_size(load(FOLDER / "api" / "first_lora.json"), steps=2, **files)
+        first = {key: node for key, node in first.items() if int(key) <= 6}
+        first["6"]["inputs"]["name"] = "workflow_lora"
+        first["20"] = {
+            "class_type": "GraftSaveTrainingState",
+            "inputs": {"state": ["5", 2], "name": "my_lora"},
+        }
+        execute(first)
+        merged = {"checkpoint": "graft_tiny_sd3.safetensors", "lora_name": files["lora"], "strength": 1.0}
+        node = {"class_type": "GraftMergeCheckpoint", "inputs": {**merged, "name": "workflow_tuned"}}
+        execute({"1": node})
+        [checkpoint] = (base / "output").rglob(files["tuned"])
+        checkpoint.rename(base / "models" / "checkpoints" / files["tuned"])
+    return files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_workflow_runs(name, execute, made, base):
+    prompt = at_demo_size(load(FOLDER / "api" / f"{name}.json"), steps=2, **made)
+    for node in prompt.values():
+        node["inputs"] |= {"steps": 1} if node["class_type"] in ("KSampler", "GraftSamplePrompts") else {}
+        node["inputs"] |= {"batch_size": 1} if "batch_size" in node["inputs"] else {}
+        node["inputs"] |= {"rank": 2} if "rank" in node["inputs"] else {}
+    if name == "resume":  # the state says how large its LoRA is
+        assert prompt["4"]["class_type"] == "GraftLoadTrainingState"
+    execute(prompt)
+    prefixes = [
+        node["inputs"]["filename_prefix"] for node in prompt.values() if "filename_prefix" in node["inputs"]
+    ]
+    assert prefixes and all(list((base / "output").glob(f"{prefix}_*.png")) for prefix in prefixes)

@@ -111,7 +111,7 @@ class ComfyDenoiser:
         ]
 
     def _conditioning(self, batch: Batch) -> Sequence[Conditioning]:
-        """Return the cached conditioning, or with text encoders in training what they make of the captions now.
+        """Return the cached conditioning, or what text encoders in training make of the captions now.
 
         A batch that memory is planned with has no captions.
         """
