@@ -24,7 +24,7 @@ button { flex: none; height: 20px; padding: 0 8px; border: 1px solid var(--borde
 button:hover:enabled { background: var(--border-color, #4e4e4e); }
 button:disabled { opacity: 0.4; cursor: default; }
 button[aria-pressed="true"] { border-color: ${COLOURS.smoothed}; color: ${COLOURS.smoothed}; }
-.chart { position: relative; flex: 1; min-height: 60px; }
+.chart { position: relative; flex: 1; min-height: 128px; }
 canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
 .empty { position: absolute; inset: 0; display: grid; place-items: center; opacity: 0.6; text-align: center; }
 .legend { gap: 12px; overflow: hidden; font-variant-numeric: tabular-nums; }

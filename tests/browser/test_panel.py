@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
+import graft
 from graft.tests.browser.editor import Editor
 
 pytestmark = pytest.mark.browser
+WORKFLOW = json.loads(
+    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
+)
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 LONG, STEPS = "long-0123456789abcdef", 10_000
 SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"
@@ -24,7 +29,7 @@ DRAWN = f"""(c => c.width > 0 && c.getContext('2d').getImageData(0, 0, c.width, 
 def opened(editor):
     """The template on four squares of 64 pixels, with Train Steps in the middle of the page."""
     editor.open()
-    editor.open_template("first_lora")
+    editor.load(WORKFLOW)
     editor.set(DATASET, folder="tiny", resolution="64")
     editor.set(LORA, rank=2)
     editor.set(TRAIN, steps=1500, batch_size=1, name="panel")
@@ -179,7 +184,7 @@ def test_the_panel_lives_in_vue_nodes(editor, running):
     running.request("/settings", {"Comfy.VueNodes.Enabled": True})
     try:
         editor.open()
-        editor.open_template("first_lora")
+        editor.load({**WORKFLOW, "id": "22222222-2222-4222-8222-222222222222"})
         show_train_steps(editor)
         wait(editor, f"{SHADOW}.querySelector('canvas').getBoundingClientRect().width > 200")
         assert editor.page.evaluate("!!document.querySelector('[data-node-id]')")

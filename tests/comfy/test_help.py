@@ -40,7 +40,11 @@ def test_every_language_names_every_node_and_its_inputs_alone(names):
     assert names.keys() == SCHEMAS.keys()
     for node, entry in names.items():
         assert entry["display_name"] and entry["inputs"].keys() == inputs(SCHEMAS[node]).keys(), node
-        assert all(given["name"] for given in entry["inputs"].values()), node
+        outputs = {str(number) for number, _ in enumerate(SCHEMAS[node].outputs)}
+        given = entry.get("outputs", {})
+        assert given.keys() <= outputs and all(
+            named["name"] for named in (*entry["inputs"].values(), *given.values())
+        ), node
 
 
 def test_no_text_holds_what_the_editor_takes_for_a_placeholder(names):
