@@ -14,17 +14,21 @@ import torch
 from comfy.ldm.ace.attention import GLUMBConv
 from comfy.ldm.modules.diffusionmodules.model import Encoder
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from safetensors.torch import save_file
 from torch import nn
 
 from graft.tests.adapters.cases import LAYERS, METHODS, adapter_config, base_weight, trained_case
 from graft.tests.tiny import FAMILY
 from graft.training.adapters import attach, build_adapters, initialise, named_parameters
 from graft.training.comfy import weights
-from graft.training.lora_file import lora_key, lora_tensors
+from graft.training.lora_file import lora_key, lora_tensors, read_lora
+from graft.training.memory.store import Store
 from graft.training.state import TrainState
+from graft.training.tools.merge import merged_weight
 
 FACTORY = {"device": torch.device("cpu"), "dtype": torch.float32, "operations": comfy.ops.manual_cast}
 CPU = torch.device("cpu")
+NATIVE = dataclasses.replace(FAMILY, key_prefix="")
 
 
 def stock(tensors, keys, caplog):
@@ -53,6 +57,49 @@ def test_the_stock_loader_gives_the_difference_that_was_trained(method, kind, pr
     for strength in (1.0, 0.5):
         found = patched(patches, key, base, strength) - base
         assert (found - strength * delta).norm() <= 1e-5 * delta.norm()
+
+
+def saved_case(method, kind):
+    """A trained adapter beside its layer, and the tensors of its file."""
+    layer, adapter, _ = trained_case(method, kind)
+    state = TrainState(1, adapter_config(method), "", named_parameters({"net.layer": adapter}))
+    return layer, adapter, {n: t.detach() for n, t in lora_tensors(state, NATIVE).items()}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_weight_merged_by_graft_is_the_one_that_the_stock_loader_patches(method, kind, tmp_path, caplog):
+    layer, adapter, tensors = saved_case(method, kind)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    [read] = read_lora(tmp_path / "lora.safetensors").layers.values()
+    base, key = base_weight(layer), "diffusion_model.net.layer.weight"
+    patches = stock(tensors, {"diffusion_model.net.layer": key}, caplog)
+    delta = adapter.delta(base).detach().norm()
+    for strength in (1.0, -0.5):
+        ours, theirs = merged_weight(base, read, strength), patched(patches, key, base, strength)
+        assert (ours - theirs).norm() <= 1e-5 * delta
+    assert (merged_weight(base, read) - base - adapter.delta(base)).norm() <= 1e-5 * delta
+
+
+SMALLEST_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float8_e4m3fn: 2**-3}
+"""Largest relative error of a number in each format: half a step, and a whole one in fp8, which ComfyUI
+rounds stochastically."""
+
+
+@pytest.mark.parametrize("dtype", SMALLEST_STEP)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_base_of_few_bits_loses_its_rounding_and_no_more(method, dtype, caplog):
+    _, adapter, tensors = saved_case(method, "linear")
+    module = nn.ModuleDict({"layer": nn.Linear(16, 24, bias=False)}).requires_grad_(False)
+    module["layer"].weight.data = module["layer"].weight.data.to(dtype)
+    base = module["layer"].weight.float()
+    exact = base + adapter.delta(base).detach()
+    patcher = comfy.model_patcher.ModelPatcher(module, CPU, CPU)
+    patcher.add_patches(stock(tensors, {"diffusion_model.net.layer": "layer.weight"}, caplog))
+    patcher.patch_model(CPU)
+    found = module["layer"].weight
+    assert found.dtype == dtype
+    assert ((found.float() - exact).abs() <= SMALLEST_STEP[dtype] * exact.abs() + 2e-3).all()
 
 
 def unet():
@@ -115,7 +162,7 @@ def test_comfyui_modules_compute_the_same_attached_and_patched_by_the_stock_load
     config = adapter_config(method)
     adapters = build_adapters(specs, config)
     plain = compute(network)
-    with weights.held(patcher, network, "net", torch.float32, CPU) as base:
+    with weights.held(patcher, network, "net", Store("resident", (), torch.float32, CPU)) as base:
         initialise(adapters, 0, base.layers)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

@@ -6,16 +6,18 @@ import comfy.lora
 import comfy.sd
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from graft.training.adapters import restore_adapters
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.lora_names import lora_names
-from graft.training.config import AdapterConfig
+from graft.training.config import AdapterConfig, TrainConfig
+from graft.training.loop import train
 from graft.training.lora_file import read_lora
-from graft.training.start import config_from_file, start_from_file
+from graft.training.start import config_from_file, match_layers, start_from_file
+from graft.training.state import TrainState
 
-from .test_training import sd3_state_dict
+from .test_training import Noise, sd3_state_dict
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +79,44 @@ def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layou
         target = expected.pop(f"diffusion_model.{path}.weight", torch.zeros(()))
         assert torch.allclose(adapter.product(), target.expand(adapter.spec.shape), atol=1e-5), path
     assert not expected
+
+
+def test_a_file_written_by_diffusers_starts_training_and_trains_on(tmp_path, patcher):
+    diffusers, peft = pytest.importorskip("diffusers"), pytest.importorskip("peft")
+    network = diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=64,
+        num_attention_heads=2,
+        joint_attention_dim=4096,
+        caption_projection_dim=128,
+        pooled_projection_dim=2048,
+        out_channels=16,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ff.net.0.proj"]
+    network.add_adapter(peft.LoraConfig(r=3, lora_alpha=3, target_modules=targets))
+    for name, parameter in network.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+    diffusers.StableDiffusion3Pipeline.save_lora_weights(
+        tmp_path, transformer_lora_layers=peft.get_peft_model_state_dict(network)
+    )
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    tensors, denoiser, names = load_file(path), ComfyDenoiser(patcher), lora_names(patcher)
+    file = read_lora(path)
+    assert match_layers(file, denoiser.specs, denoiser.family, names).unmatched == ()
+    config = config_from_file(file, denoiser.specs, denoiser.family, AdapterConfig(), names)
+    weights = start_from_file(path, denoiser.specs, denoiser.family, config, names=names)
+    adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
+    expected = rendered(patcher, tensors)
+    for key, difference in expected.items():
+        found = adapters[key.removeprefix("diffusion_model.").removesuffix(".weight")].product()
+        assert torch.allclose(found, difference, atol=1e-5), key
+    assert len(expected) == 10
+    start = TrainState(0, config, denoiser.fingerprint, weights)
+    state = train(denoiser, Noise(), TrainConfig(adapter=config), start, steps=2)
+    assert state.step == 2 and all(state.weights[name].isfinite().all() for name in state.weights)

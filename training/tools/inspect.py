@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Report:
     other: list[str]
     """Keys that belong to no method that Graft trains."""
     base: str
-    """What the metadata says the LoRA is for."""
+    """What the LoRA is for: by its metadata, or else by what its layers are called."""
     metadata: dict[str, str]
 
 
@@ -56,7 +57,7 @@ def inspect(file: LoraFile) -> Report:
         parameters=sum(tensor.numel() for tensor in tensors),
         norms={block: total**0.5 for block, total in squares.items()},
         other=sorted(file.other),
-        base=", ".join(value for value in named if value) or "not said",
+        base=", ".join(value for value in named if value) or guessed_base(file),
         metadata=dict(file.metadata),
     )
 
@@ -69,6 +70,29 @@ def _square(layer: LoraLayer) -> float:
         return float(layer.product().double().square().sum())
     up, down = weights["up"], weights["down"].flatten(1)
     return layer.scale**2 * max(0.0, float(((up.T @ up) * (down @ down.T)).sum()))
+
+
+def guessed_base(file: LoraFile) -> str:
+    """Return which kind of model the layers belong to; U-Nets differ by the width of the text they attend
+    to."""
+    for name, layer in file.layers.items():
+        for pattern, base in BASES.items():
+            if found := re.search(pattern, name):
+                width = layer.shape[1] if "attn2" in found[0] else 0
+                return f"{UNETS.get(width, base)} (not said, by its layers)"
+    return "not said"
+
+
+BASES: Mapping[str, str] = {
+    r"joint_blocks": "SD3",
+    r"double_blocks|single_(transformer_)?blocks": "Flux or a relative of it",
+    r"attn2_to_[kv]|attn2\.to_[kv]": "Stable Diffusion",
+    r"add_q_proj|attn_add_": "a transformer in diffusers' names",
+}
+"""What names of layers have -> the kind of model."""
+
+UNETS: Mapping[int, str] = {768: "SD1.5", 1024: "SD2", 2048: "SDXL"}
+"""Width of the text conditioning -> which of the U-Nets it is."""
 
 
 def block_of(name: str) -> str:
