@@ -16,12 +16,10 @@ const REMEMBERED = "graft_run"
 /** Node -> its Panel. */
 const panels = new WeakMap()
 
+api.addEventListener("graft.run", ({ detail }) => show(detail)) // at once: a run may be under way
+
 app.registerExtension({
     name: "graft.trainSteps",
-
-    setup() {
-        api.addEventListener("graft.run", ({ detail }) => show(detail))
-    },
 
     nodeCreated(node) {
         if (node.comfyClass === NODE) addPanel(node)
@@ -73,7 +71,7 @@ async function refill() {
     const graph = rootGraph()
     for (const node of trainNodes(graph)) {
         const remembered = node.properties?.[REMEMBERED]
-        if (remembered?.node === node.id) panels.get(node)?.follow({ ...remembered, running: false })
+        if (String(remembered?.node) === String(node.id)) panels.get(node)?.follow({ ...remembered, running: false })
     }
     try {
         const answer = await api.fetchApi("/graft/runs")
