@@ -48,11 +48,12 @@ def test_flux_is_planned_at_its_real_width(monkeypatch, tmp_path):
     denoiser = outline(tmp_path / "flux.safetensors")
     adapted = select(denoiser.specs, denoiser.family, AdapterConfig())
     batch = outlined_batch(denoiser, 1, 1024, 1024)
-    plain, block = (
-        forecast(denoiser, adapted, AdapterConfig(), batch, mode, torch.bfloat16).kept
-        for mode in ("none", "block")
+    plain, selective, block = (
+        forecast(denoiser, adapted, AdapterConfig(), batch, mode, torch.bfloat16)
+        for mode in ("none", "selective", "block")
     )
-    assert plain > 5 * block > 1 << 20
+    assert block.kept <= 0.35 * plain.kept and selective.kept <= 0.6 * plain.kept
+    assert selective.flops <= 1.25 * plain.flops and block.flops <= 1.6 * plain.flops
 
 
 def test_the_command_prints_every_plan(tmp_path, capsys, monkeypatch):

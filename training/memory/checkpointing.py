@@ -5,7 +5,7 @@ much is kept and how much is computed twice:
 
 - "none" keeps everything,
 - "selective" keeps a block's input, its attention and its large matrix products, and recomputes the rest
-  (norms, modulation, activations), which is cheap to compute and expensive to keep,
+  (norms, modulation, activations, the wide half of an MLP), which is cheap to compute and expensive to keep,
 - "block" keeps a block's input and recomputes all of it,
 - "block-offload" does the same and keeps the input in host memory.
 
@@ -112,10 +112,16 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 def _is_large(weight: Tensor) -> bool:
     """Say whether a product with `weight` (in, out) is worth keeping: it takes `in` operations an element.
 
-    So a LoRA's second product, of rank operations an element, is computed again.
+    So a LoRA's second product, of rank operations an element, is computed again. So is one that makes four
+    elements or more of one, as the first layer of an MLP does: half of all that would be kept, and cheap
+    where `in` is not large.
     """
     inputs, outputs = weight.shape
-    return inputs >= min(256, outputs)
+    return min(256, outputs) <= inputs and (outputs < 4 * inputs or inputs >= EXPENSIVE)
+
+
+EXPENSIVE = 3072
+"""Operations an element from which on a product is always kept."""
 
 
 def _operations(*names: str) -> tuple[Any, ...]:

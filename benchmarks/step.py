@@ -1,0 +1,359 @@
+"""Time and memory of a training step, beside others on the same base. `graft bench step`.
+
+All train a LoRA of one rank on the same random base in one dtype and one process, in turns, so that a noisy
+machine is noisy for all; reported are medians. The bound is what no trainer can beat: the forward pass of
+the frozen network and the backward pass to its input. Memory is counted twice: all tensors that exist at
+the worst moment of a step, the base included (tensors_mb), and the peak of a process that does nothing else
+(rss_mb; with --rss).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..headless.comfyui import start_comfyui
+from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
+from ..training.memory.live import LiveTensors
+from . import base_models
+from .base_models import FULL, SMALL, BaseModel, batch_of
+from .process import peak_rss, this_benchmark
+
+DTYPE = torch.bfloat16
+NOISE = 0.5
+
+Steps = Callable[[int], list[float]]
+"""Train this many steps and return the seconds of each."""
+
+
+@dataclass
+class Bench:
+    """One base model and what all contenders are given of it."""
+
+    model: BaseModel
+    patcher: Any
+    rank: int
+    device: torch.device
+    targets: list[str] = field(default_factory=list)
+    """Paths of the linear layers that are trained."""
+
+    @property
+    def batch(self) -> Any:
+        return batch_of(self.model)
+
+    def network_copy(self) -> Any:
+        """Return the patcher's model with a network of its own."""
+        model = copy.copy(self.patcher.model)
+        model._modules = dict(model._modules)
+        model.diffusion_model = copy.deepcopy(self.patcher.model.diffusion_model)
+        return model
+
+    def loss(self, model: Any, x: Tensor) -> Tensor:
+        """Return a loss of what `model` makes of x, as its own node would call it."""
+        sigma = torch.full((len(x),), NOISE, device=x.device)
+        conditioning = self.batch.conditioning[0]
+        found = model.extra_conds(
+            noise=x, device=x.device, width=8 * x.shape[-1], height=8 * x.shape[-2], **conditioning
+        )
+        conds = {name: c.process_cond(1, device=x.device, area=None).cond for name, c in found.items()}
+        denoised: Tensor = model.apply_model(x, sigma, transformer_options={}, **conds)
+        return denoised.float().pow(2).mean()
+
+
+def bound(bench: Bench) -> Steps:
+    """The frozen network: forward, and backward to the input."""
+    bench.patcher.model.requires_grad_(False)
+
+    def step() -> None:
+        x = bench.batch.latents.to(bench.device).requires_grad_()
+        bench.loss(bench.patcher.model, x).backward()  # type: ignore[no-untyped-call]
+
+    return timed(step, bench.device)
+
+
+def graft(checkpointing: str) -> Callable[[Bench], Steps]:
+    """This trainer, by one plan."""
+
+    def make(bench: Bench) -> Steps:
+        from ..training.comfy.denoiser import ComfyDenoiser
+        from ..training.loop import train
+
+        denoiser = ComfyDenoiser(bench.patcher)
+        memory = MemoryConfig(dtype="bf16", checkpointing=checkpointing, base="resident")
+        config = TrainConfig(adapter=AdapterConfig(rank=bench.rank), memory=memory)
+
+        def steps(count: int) -> list[float]:
+            seconds: list[float] = []
+
+            def note(progress: Any) -> None:
+                seconds.append(progress.seconds)
+
+            train(denoiser, OneBatch(bench.batch), config, None, steps=count + 1, on_step=note)
+            return seconds[1:]
+
+        return steps
+
+    return make
+
+
+class OneBatch:
+    """A dataset of one batch."""
+
+    fingerprint = "one"
+
+    def __init__(self, batch: Any) -> None:
+        self.only = batch
+
+    def batch(self, size: int, *, seed: int, index: int) -> Any:
+        return self.only
+
+
+def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
+    """ComfyUI's own node, by settings that its version knows."""
+
+    def make(bench: Bench) -> Steps:
+        from comfy_extras.nodes_train import TrainLoraNode
+
+        schema = TrainLoraNode.define_schema()
+        defaults = {i.id: i.default for i in schema.inputs if getattr(i, "default", None) is not None}
+        known = inspect.signature(TrainLoraNode.execute).parameters
+        chosen = {name: value for name, value in {**defaults, **settings}.items() if name in known}
+        batch, in_lists = bench.batch, schema.is_input_list
+        text = batch.conditioning[0]
+        given = {
+            "model": bench.patcher,
+            "latents": {"samples": batch.latents},
+            "positive": [[text["cross_attn"], {"pooled_output": text["pooled_output"]}]],
+            **chosen,
+            "rank": bench.rank,
+        }
+        TrainLoraNode.hidden = None
+
+        def steps(count: int) -> list[float]:
+            arguments = {**given, "steps": count + 1}
+            if in_lists:
+                arguments = {name: [value] for name, value in arguments.items()}
+            elif isinstance(arguments["latents"], dict):
+                arguments["latents"] = [arguments["latents"]]
+            moments: list[float] = []
+            before = torch.optim.AdamW.step
+
+            def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+                found = before(self, *args, **kwargs)
+                _wait(bench.device)
+                moments.append(time.perf_counter())
+                return found
+
+            torch.optim.AdamW.step = noting  # type: ignore[method-assign]
+            try:
+                TrainLoraNode.execute(**arguments)
+            finally:
+                torch.optim.AdamW.step = before  # type: ignore[method-assign]
+                bench.patcher.model.requires_grad_(False)
+            return [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
+
+        return steps
+
+    return make
+
+
+def peft(bench: Bench) -> Steps:
+    """PEFT's modules in the network, under autocast, as its users train."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = bench.network_copy()
+    model.requires_grad_(False)
+    pattern = "|".join(re.escape(path) for path in bench.targets)
+    config = LoraConfig(r=bench.rank, lora_alpha=bench.rank, target_modules=f"({pattern})")
+    inject_adapter_in_model(config, model.diffusion_model)
+    trained = [p for name, p in model.diffusion_model.named_parameters() if "lora_" in name]
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_()
+    return autocast_steps(bench, model, trained)
+
+
+class Wrapper(nn.Module):
+    """Down and up beside a layer whose forward they replace: the module that most trainers have."""
+
+    def __init__(self, layer: Any, rank: int, device: torch.device) -> None:
+        super().__init__()
+        self.down = nn.Linear(layer.in_features, rank, bias=False, device=device)
+        self.up = nn.Linear(rank, layer.out_features, bias=False, device=device)
+        nn.init.zeros_(self.up.weight)
+        self.before = layer.forward
+        layer.forward = self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.before(x) + self.up(self.down(x)) * 1.0  # type: ignore[no-any-return]
+
+
+def wrappers(bench: Bench) -> Steps:
+    """Modules in the style of sd-scripts, under autocast."""
+    model = bench.network_copy()
+    model.requires_grad_(False)
+    layers = [model.diffusion_model.get_submodule(path) for path in bench.targets]
+    made = nn.ModuleList(Wrapper(layer, bench.rank, bench.device) for layer in layers)
+    return autocast_steps(bench, model, list(made.parameters()))
+
+
+def autocast_steps(bench: Bench, model: Any, trained: list[Any]) -> Steps:
+    """Train `trained` inside `model` with AdamW under autocast."""
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def step() -> None:
+        x = bench.batch.latents.to(bench.device)
+        with torch.autocast(bench.device.type, DTYPE):
+            loss = bench.loss(model, x)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return timed(step, bench.device)
+
+
+def timed(step: Callable[[], None], device: torch.device) -> Steps:
+    """Return `step` as a function of how often, giving the seconds of each."""
+
+    def steps(count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            _wait(device)
+            began = time.perf_counter()
+            step()
+            _wait(device)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    return steps
+
+
+CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
+    "bound": bound,
+    "graft": graft("none"),
+    "graft_selective": graft("selective"),
+    "graft_block": graft("block"),
+    "train_lora_node": train_lora_node(
+        gradient_checkpointing=False, bypass_mode=True, training_dtype="bf16", lora_dtype="bf16"
+    ),
+    "train_lora_node_as_shipped": train_lora_node(),
+    "peft": peft,
+    "wrappers": wrappers,
+}
+"""What is compared; the node's first row is its best setting."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--size", choices=("small", "full"), default="small", help="real widths, or all of it"
+    )
+    parser.add_argument("--models", nargs="+", default=[], help="default: all of this size")
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which each trains one step")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rss", action="store_true", help="each contender also in a process of its own")
+    parser.add_argument("--peak", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and return 0."""
+    start_comfyui(args.device)
+    models = SMALL if args.size == "small" else FULL
+    names = args.models or list(models)
+    if args.peak:
+        print(json.dumps(peak_alone(models[names[0]], args)))
+        return 0
+    report = {name: measure(name, models[name], args) for name in names}
+    if args.json:
+        print(json.dumps(report, indent=1))
+        return 0
+    for name, figures in report.items():
+        print(f"{name}\n{as_table(figures)}")
+    return 0
+
+
+def bench_of(model: BaseModel, args: argparse.Namespace) -> Bench:
+    """Return the base model, built, and what is trained of it."""
+    from ..training.adapters import select
+    from ..training.comfy.denoiser import ComfyDenoiser
+
+    patcher = base_models.build(model, DTYPE, device=args.device)
+    denoiser = ComfyDenoiser(patcher)
+    chosen = select(denoiser.specs, denoiser.family, AdapterConfig(rank=args.rank))
+    linear = [path for path, spec in chosen.items() if spec.kind == "linear"]
+    return Bench(model, patcher, args.rank, torch.device(args.device), linear)
+
+
+def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds, ratios to the bound and memory of every contender on one model."""
+    bench = bench_of(model, args)
+    base = sum(t.nbytes for t in bench.patcher.model.diffusion_model.state_dict().values())
+    contenders: dict[str, Steps] = {}
+    missing: dict[str, str] = {}
+    for contender in args.only:
+        try:
+            contenders[contender] = CONTENDERS[contender](bench)
+        except ImportError as error:
+            missing[contender] = str(error)
+    tensors = {}
+    for contender, steps in contenders.items():
+        with LiveTensors() as live:  # also warms up
+            steps(1)
+        tensors[contender] = round((base + live.peak) / 1e6)
+    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for _ in range(args.repeats):
+        for contender, steps in contenders.items():
+            seconds[contender] += steps(1)
+    medians = {contender: statistics.median(found) for contender, found in seconds.items()}
+    report: dict[str, Any] = {c: round(s, 3) for c, s in medians.items()}
+    report["to_bound"] = {c: round(s / medians["bound"], 3) for c, s in medians.items() if "bound" in medians}
+    report["tensors_mb"] = tensors
+    report["base_mb"] = round(base / 1e6)
+    report["peak_mb"] = {c: alone(name, c, args) for c in contenders} if args.rss else tensors
+    report["missing"] = missing
+    return report
+
+
+def alone(name: str, contender: str, args: argparse.Namespace) -> int:
+    """Return the peak memory in MB of a process of its own, which trains two steps."""
+    command = [*this_benchmark("step"), "--device", args.device, "--size", args.size, "--models", name]
+    command += ["--rank", str(args.rank), "--peak", contender]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(json.loads(found.stdout.splitlines()[-1]))
+
+
+def peak_alone(model: BaseModel, args: argparse.Namespace) -> int:
+    """Return this process's peak memory in MB after two steps of one contender."""
+    CONTENDERS[args.peak](bench_of(model, args))(2)
+    if args.device == "cuda":
+        return round(torch.cuda.max_memory_allocated() / 1e6)
+    return peak_rss()
+
+
+def as_table(figures: Mapping[str, Any]) -> str:
+    """Return one model's figures as text."""
+    lines = [f"  {'':28}{'s/step':>8}{'to bound':>10}{'tensors MB':>12}{'peak MB':>9}"]
+    for name in figures["to_bound"]:
+        ratio, tensors, peak = (figures[key][name] for key in ("to_bound", "tensors_mb", "peak_mb"))
+        lines.append(f"  {name:28}{figures[name]:8.3f}{ratio:10.3f}{tensors:12}{peak:9}")
+    return "\n".join(lines)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
