@@ -369,3 +369,13 @@ def test_a_base_that_is_not_said_is_guessed_from_the_layers(tmp_path, name, widt
     tensors = {f"{name}.lora_up.weight": torch.ones(4, 2), f"{name}.lora_down.weight": torch.ones(2, width)}
     report = inspect(lora_file(tmp_path, tensors))
     assert report.base.startswith(base) and "not said" in report.base
+
+
+def test_a_large_matrix_is_approximated_nearly_as_well_as_can_be():
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(320, 320, generator=generator))[0] for _ in range(2))
+    s = torch.arange(1, 321) ** -0.5
+    matrix = u @ torch.diag(s) @ v
+    up, down = best_factors(matrix, rank=16)
+    assert up.shape == (320, 16) and down.shape == (16, 320)
+    assert (matrix - up @ down).norm() < 1.0001 * s[16:].norm()

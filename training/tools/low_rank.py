@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..adapters.pissa import principal
+
 
 def best_factors(
     matrix: Tensor, *, rank: int | None = None, energy: float | None = None
@@ -13,8 +15,12 @@ def best_factors(
     """Return (up, down) with up @ down the best approximation of `matrix`, the singular values split evenly.
 
     `rank` is the largest rank, `energy` the share (0 to 1) of the squared singular values to keep; at least
-    one of them. The rank is never 0.
+    one of them. The rank is never 0. By rank alone, a large matrix is decomposed as far as needed
+    (`principal`), which leaves at most a hundredth of a percent more than the best.
     """
+    if energy is None and rank is not None:
+        u, s, v = principal(matrix.float(), rank, torch.Generator().manual_seed(0))
+        return _split(u, s, v, rank)
     u, s, v = torch.linalg.svd(matrix.float(), full_matrices=False)
     return _split(u, s, v, _kept(s, rank, energy))
 
