@@ -8,8 +8,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..training import distributed
 from ..training.checkpoint import StateHandle
-from ..training.comfy import output, paths
+from ..training.comfy import output, paths, workers
 from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.notes import model_file, run_notes
 from ..training.comfy.samples import SamplePrompts, SampleWriter
@@ -112,6 +113,15 @@ class TrainSteps(io.ComfyNode):
                     tooltip="Comes out again with the LoRA's text encoder part, if any.",
                 ),
                 Samples.Input("sample_prompts", optional=True, tooltip="Pictures to draw while training."),
+                io.Int.Input(
+                    "gpus",
+                    default=1,
+                    min=1,
+                    max=64,
+                    optional=True,
+                    tooltip="Graphics cards of this machine to train on. Each takes batches of its own, so a "
+                    "step sees this many times as many images.",
+                ),
             ],
             outputs=[
                 io.Model.Output("MODEL", tooltip="The base with the trained LoRA, ready for KSampler."),
@@ -143,6 +153,7 @@ class TrainSteps(io.ComfyNode):
         checkpoint_settings: Saving | None = None,
         clip: Any = None,
         sample_prompts: SamplePrompts | None = None,
+        gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.load().adapter if isinstance(start, StateHandle) else start
         denoiser = ComfyDenoiser(model, _required(clip) if adapter.text_encoder else None)
@@ -154,6 +165,7 @@ class TrainSteps(io.ComfyNode):
         config = replace(
             chosen,
             batch_size=batch_size,
+            gradient_accumulation=chosen.gradient_accumulation * max(gpus, distributed.world()),
             seed=seed,
             adapter=resumed.load().adapter if resumed else adapter,
             optimizer=replace(chosen.optimizer, lr=learning_rate),
@@ -185,6 +197,11 @@ class TrainSteps(io.ComfyNode):
             node_id=cls.hidden.unique_id,
             workflow=_workflow_id(cls.hidden.extra_pnginfo),
         ) as on_step:
+            if gpus > 1 and distributed.world() == 1:
+                run = Run(folder)
+                steps = workers.train(
+                    run, cls.hidden.prompt, cls.hidden.unique_id, gpus, first, first + steps, on_step
+                )
             handle = execute(
                 Run(folder, saving.config, saving.tensorboard),
                 denoiser,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": ("demo.run", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
     "train": ("headless.train", "train a job file on a ComfyUI without an editor"),
+    "worker": ("headless.worker", "be one of the processes that torchrun starts for a job"),
     "export-workflow": ("headless.export", "write a job file as a graph for ComfyUI"),
     "merge": ("training.tools.merge", "merge LoRAs into a checkpoint"),
     "extract": ("training.tools.extract", "extract a LoRA from the difference of two models"),

@@ -1,0 +1,25 @@
+"""The `graft` command of this checkout, whatever its folder is called: `python headless/launch.py train ...`.
+
+Python does not import from ComfyUI's custom_nodes folder, so `-m graft` needs an installed package.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    """Import the checkout as the package `graft` and run its command line."""
+    sys.path.pop(0)  # this folder, whose module names are not meant for others
+    entry = str(ROOT / "__init__.py")
+    spec = importlib.util.spec_from_file_location("graft", entry, submodule_search_locations=[str(ROOT)])
+    assert spec and spec.loader
+    sys.modules["graft"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return int(importlib.import_module("graft.training.cli").main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

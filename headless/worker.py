@@ -1,0 +1,158 @@
+"""`graft worker`: one of the processes that torchrun starts to train one job together.
+
+Each process has a ComfyUI of its own, without the server, on its own graphics card, and executes the same
+graph. Rank 0 keeps the run and does what follows the training; the others end with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..demo.runtime import find_comfyui
+from ..training.job import read_job
+from ..training.job_graph import Prompt
+from . import train
+from .executor import Executor, start_comfyui
+
+log = logging.getLogger(__name__)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("job", type=Path, help="a job file (.yaml), or a graph in API format (.json)")
+    parser.add_argument(
+        "--until", metavar="ID", help="end with this node; otherwise the whole graph is executed"
+    )
+    parser.add_argument(
+        "--comfyui-options", default="[]", metavar="JSON", help="ComfyUI's own options for a .json graph"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Execute the job's graph together with the other processes. Raises ValueError where a node fails."""
+    logging.basicConfig(level=logging.INFO if _place().rank == 0 else logging.WARNING, format="%(message)s")
+    choose_card()
+    comfyui = find_comfyui()
+    with tempfile.TemporaryDirectory(prefix="graft-worker-", ignore_cleanup_errors=True) as scratch:
+        base = Path(scratch).resolve()
+        prompt, options, extra = _task(args, comfyui, base)
+        start_comfyui(comfyui, options)
+        keep_output_apart(base)
+        with together() as device:
+            log.info("Graft: process %d of %d, on %s.", _place().rank + 1, _place().world, device)
+            execute(Executor(prompt, extra), prompt, args.until)
+    return 0
+
+
+def execute(executor: Executor, prompt: Prompt, last: str | None) -> None:
+    """Execute a graph up to the node `last`, or all of it; rank 0's part is more than the others'."""
+    from ..training import distributed
+
+    encoders = of_kind(prompt, "GraftEncodeDataset")
+    if _place().local_rank == 0 and encoders:
+        executor.run(encoders)  # into the cache, where the others of this machine find it
+    distributed.wait_for_all()
+    if distributed.rank() == 0:
+        executor.run([last] if last else executor.outputs)
+    else:
+        for node in of_kind(prompt, "GraftTrainSteps"):
+            executor.prompt[node]["inputs"].pop("sample_prompts", None)
+        executor.run([last] if last else of_kind(prompt, "GraftTrainSteps"))
+
+
+def of_kind(prompt: Prompt, kind: str) -> list[str]:
+    """Return the numbers of the nodes of one class."""
+    return [number for number, node in prompt.items() if node["class_type"] == kind]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is, as torchrun says."""
+
+    rank: int
+    local_rank: int
+    """On this machine."""
+    world: int
+
+
+def _place() -> Place:
+    given = os.environ
+    return Place(int(given.get("RANK", 0)), int(given.get("LOCAL_RANK", 0)), int(given.get("WORLD_SIZE", 1)))
+
+
+def choose_card() -> None:
+    """Let this process see one graphics card: the one whose turn it is among those that it was given.
+
+    Raises ValueError when there are fewer than processes. To be called before anything touches the cards.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = [card for card in given.split(",") if card] if given is not None else None
+    place = _place()
+    if cards and place.local_rank >= len(cards):
+        raise ValueError(
+            f"process {place.local_rank + 1} of this machine finds no graphics card: {len(cards)} can be "
+            "seen (CUDA_VISIBLE_DEVICES, or ComfyUI's --cuda-device). Start fewer processes."
+        )
+    if cards != []:
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[place.local_rank] if cards else str(place.local_rank)
+
+
+@contextmanager
+def together() -> Iterator[Any]:
+    """Join the other processes, if there are any, and yield the device that this one trains on."""
+    import comfy.model_management
+
+    from ..training import distributed
+
+    device = comfy.model_management.get_torch_device()
+    if "WORLD_SIZE" not in os.environ:
+        yield device
+        return
+    with distributed.joined(device):
+        yield device
+
+
+def keep_output_apart(base: Path) -> None:
+    """Let processes other than rank 0 write into `base`; they share the cache of encoded images."""
+    import folder_paths
+
+    if _place().rank == 0:
+        return
+    shared = Path(folder_paths.get_output_directory()) / "graft" / "cache"
+    own = base / "output" / "graft" / "cache"
+    try:
+        for folder in (shared, own.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        own.symlink_to(shared, target_is_directory=True)
+    except OSError as error:
+        log.warning("Graft: process %d encodes images itself (%s).", _place().rank, error)
+    folder_paths.set_output_directory(str(base / "output"))
+
+
+def _task(
+    args: argparse.Namespace, comfyui: Path, base: Path
+) -> tuple[Prompt, Sequence[str], dict[str, Any]]:
+    """Return the graph, ComfyUI's options and what goes with the graph."""
+    if args.job.suffix == ".json":
+        task = json.loads(args.job.read_text(encoding="utf-8"))
+        return task, json.loads(args.comfyui_options), {}
+    job = read_job(args.job)
+    output = ["--output-directory", str(job.output)]
+    cpu = ["--cpu"] if job.device == "cpu" or not _has_card() else []
+    options = ["--base-directory", str(base), *output, *train.files(job, comfyui, base), *cpu]
+    return job.prompt, options, train.extra_data(job)
+
+
+def _has_card() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,91 @@
+"""Several processes with a ComfyUI each train what one does, from a job file or from a graph."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graft.headless import launch
+from graft.training.comfy import workers
+from graft.training.job import compile_job
+
+from .test_job import images, small
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def job(base):
+    """Three steps on two squares in fp32, with dropout; a step has one image, or two from two processes."""
+    document = small(base / "input" / "together", training_folder="out", device="cpu")
+    process = document["config"]["process"][0]
+    process["datasets"][0]["caption_dropout_rate"] = 0.5
+    process["network"] = {"type": "lora", "linear": 2}
+    process["train"] = {"steps": 3, "lr": 1e-3, "dtype": "fp32"}
+    return document
+
+
+@pytest.fixture
+def alone(execute, base, job):
+    """The LoRA that one process trains with twice the accumulation."""
+    process = job["config"]["process"][0]
+    twice = {**process, "train": {**process["train"], "gradient_accumulation_steps": 2}}
+    compiled = compile_job({"config": {"name": "alone", "process": [twice]}}, base / "input").prompt
+    execute(compiled)
+    return load_file(base / "output" / "loras" / "alone.safetensors")
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_torchrun_trains_a_job_file_as_one_process_does(alone, base, job, tmp_path):
+    images(tmp_path / "together")
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        launch.__file__, "worker", str(tmp_path / "job.yaml"),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(load_file(tmp_path / "out" / "loras" / "job.safetensors"), alone) <= 1e-6
+    assert len(list((tmp_path / "out" / "graft").glob("job-*"))) == 1
+
+
+def test_train_steps_starts_the_processes_itself(alone, execute, base, job, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", "--cpu", "--base-directory", str(base)])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    prompt = copy.deepcopy(compile_job(job, base / "input").prompt)
+    number = next(key for key, node in prompt.items() if node["class_type"] == "GraftTrainSteps")
+    prompt[number]["inputs"]["gpus"] = 2
+    for node in prompt.values():
+        if node["class_type"] == "GraftSaveLora":
+            node["inputs"]["name"] = "by two"
+    execute(prompt)
+    assert difference(load_file(base / "output" / "loras" / "by two.safetensors"), alone) <= 1e-6
+
+
+def test_new_lines_of_a_log_are_read_once_and_torn_ones_later(tmp_path):
+    file = tmp_path / "log.jsonl"
+    assert workers._new_entries(file, 0) == (0, [])
+    file.write_bytes(b'{"step": 1}\n{"ste')
+    place, entries = workers._new_entries(file, 0)
+    assert entries == [{"step": 1}]
+    file.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    place, entries = workers._new_entries(file, place)
+    assert entries == [{"step": 2}]
+    file.write_bytes(b'{"step": 1}\n')
+    assert workers._new_entries(file, place)[1] == [{"step": 1}]
+
+
+def test_equal_tensors_differ_by_nothing():
+    tensors = {"a": torch.ones(2)}
+    assert difference(tensors, {"a": torch.ones(2) + 1e-3}) > 1e-6 and difference(tensors, tensors) == 0

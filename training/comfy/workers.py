@@ -1,0 +1,126 @@
+"""Train Steps on several graphics cards of this machine: torchrun starts a process for each.
+
+They execute the graph that was queued, up to Train Steps (`graft worker`), and keep the run where this
+process finds it. What can be seen of it here is its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import folder_paths
+
+from ..loop import STOP, OnStep, Progress
+from ..run import Run, latest
+from ..state import TrainState
+
+LAUNCH = Path(__file__).resolve().parents[2] / "headless" / "launch.py"
+POLL_SECONDS = 0.2
+GRACE = 60.0
+"""Seconds that the processes get to finish their step and save."""
+
+
+def train(
+    run: Run, prompt: Mapping[str, Any], node: str | None, count: int, first: int, last: int, on_step: OnStep
+) -> int:
+    """Train `run` from step `first` to `last` in `count` processes; return how many steps were done.
+
+    They are fewer after Finish, and when a run is ended by its settings. Raises ValueError with their own
+    words when the processes fail; the run is then saved, as it is on Cancel.
+    """
+    found = latest(run, first, last)
+    if found is not None and found.step == last:
+        return last - first
+    if node is None or not isinstance(prompt, Mapping) or node not in prompt:
+        raise ValueError("gpus: only a Train Steps that stands in the queued graph itself can use several.")
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+    with tempfile.TemporaryDirectory(prefix="graft-gpus-", ignore_cleanup_errors=True) as scratch:
+        graph, words = Path(scratch) / "graph.json", Path(scratch) / "words.log"
+        graph.write_text(json.dumps(prompt), encoding="utf-8")
+        with words.open("wb") as output, _started(graph, node, count, output) as process:
+            finished = _follow(run, process, on_step, last)
+        if process.returncode and not finished:
+            said = "\n".join(words.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+            raise ValueError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
+    reached = latest(run, first, last)
+    if reached is None:
+        raise ValueError("the run was finished before its first step.")
+    return reached.step - first
+
+
+def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, last: int) -> bool:
+    """Report the run's steps until its processes have ended; say whether it was finished early."""
+    place, shown = 0, -1
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        place, entries = _new_entries(run.folder / "log.jsonl", place)
+        for entry in entries:
+            if entry["step"] > shown:
+                shown = entry["step"]
+                if on_step(_progress(entry, last)) == STOP:
+                    return True
+    return False
+
+
+def _new_entries(file: Path, place: int) -> tuple[int, list[dict[str, Any]]]:
+    """Return the place behind the last whole line, and the entries from `place` to there."""
+    try:
+        with file.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(place if place <= size else 0)  # a run that resumes writes it anew
+            whole, newline, _ = log.read().rpartition(b"\n")
+    except OSError:  # not there yet
+        return place, []
+    start = place if place <= size else 0
+    return start + len(whole + newline), [json.loads(line) for line in whole.splitlines()]
+
+
+def _progress(entry: Mapping[str, Any], last: int) -> Progress:
+    return Progress(
+        step=entry["step"],
+        loss=entry["loss"],
+        lr=entry["lr"],
+        grad_norm=entry["grad_norm"],
+        seconds=entry["seconds"],
+        state=_elsewhere,
+        total=last,
+        smoothed=entry["smoothed"],
+        validation=entry["validation"],
+        time_left=entry["time_left"] or 0.0,
+    )
+
+
+def _elsewhere() -> TrainState:
+    raise AssertionError("the state is in another process")
+
+
+@contextmanager
+def _started(graph: Path, node: str, count: int, words: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the processes; when the context is left, ask those that are still there to save and end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    options = json.dumps(sys.argv[1:])
+    command += [str(LAUNCH), "worker", str(graph), "--until", node, "--comfyui-options", options]
+    environment = {**os.environ, "COMFYUI_PATH": str(Path(folder_paths.__file__).parent)}
+    process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, env=environment)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
