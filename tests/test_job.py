@@ -53,7 +53,7 @@ HONOURED = {
     "train.steps": (2000, {"train.steps": 2000}),
     "train.gradient_accumulation_steps": (4, {"optimizer.gradient_accumulation": 4}),
     "train.train_unet": (True, {}),
-    "train.train_text_encoder": (False, {}),
+    "train.train_text_encoder": (True, {"lora.text_encoder": 1.0}),
     "train.gradient_checkpointing": (True, {"memory.checkpointing": "block"}),
     "train.noise_scheduler": ("flowmatch", {}),
     "train.optimizer": ("adamw8bit", {"optimizer.optimizer": "adamw8bit"}),

@@ -224,7 +224,7 @@ KEYS: Mapping[str, Read] = {
     "train.steps": to("train.steps", whole),
     "train.gradient_accumulation_steps": to("optimizer.gradient_accumulation", whole),
     "train.train_unet": only(True, "the diffusion model is what is trained"),
-    "train.train_text_encoder": only(False, "text encoders are not trained"),
+    "train.train_text_encoder": to("lora.text_encoder", either(1.0, 0.0)),
     "train.gradient_checkpointing": to("memory.checkpointing", either("block", "none")),
     "train.noise_scheduler": to("may.noise_scheduler", one_of({"flowmatch": "flowmatch", "ddpm": "ddpm"})),
     "train.optimizer": to("optimizer.optimizer", one_of(OPTIMIZER_NAMES)),

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import comfy.model_management
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,10 +16,12 @@ from safetensors.torch import load_file
 from graft.headless import launch
 from graft.training.comfy import workers
 from graft.training.job import compile_job
+from graft.training.run import Run
 
 from .test_job import images, small
 
 pytestmark = pytest.mark.distributed
+posix = pytest.mark.skipif(sys.platform == "win32", reason="the processes are shell scripts")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,51 @@ def test_new_lines_of_a_log_are_read_once_and_torn_ones_later(tmp_path):
     assert entries == [{"step": 2}]
     file.write_bytes(b'{"step": 1}\n')
     assert workers._new_entries(file, place)[1] == [{"step": 1}]
+
+
+@pytest.fixture
+def processes(monkeypatch, tmp_path):
+    """Have a shell script run in torchrun's place: `processes("exit 1")`."""
+
+    def use(script):
+        file = tmp_path / "torchrun.sh"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(file))
+
+    return use
+
+
+def train(folder):
+    return workers.train(Run(folder), {"5": {}}, "5", 2, 0, 10, lambda progress: None)
+
+
+@posix
+def test_processes_that_fail_are_quoted(processes, tmp_path):
+    processes("echo no room left on the card; exit 3")
+    with pytest.raises(ValueError, match="no room left on the card"):
+        train(tmp_path)
+
+
+@posix
+def test_cancel_asks_the_processes_to_save_and_end(processes, tmp_path, monkeypatch):
+    processes(
+        f"trap 'touch {tmp_path}/saved; exit 1' TERM; touch {tmp_path}/there; while :; do sleep 0.1; done"
+    )
+
+    def cancel():
+        if (tmp_path / "there").exists():
+            raise comfy.model_management.InterruptProcessingException
+
+    monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        train(tmp_path)
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_node_outside_the_queued_graph_cannot_use_several_cards(tmp_path):
+    with pytest.raises(ValueError, match="gpus: only a Train Steps that stands in the queued graph"):
+        workers.train(Run(tmp_path), {"5": {}}, "12:3", 2, 0, 10, lambda progress: None)
 
 
 def test_equal_tensors_differ_by_nothing():
