@@ -66,6 +66,14 @@ class SaveLora(io.ComfyNode):
                 io.Image.Input(
                     "cover", optional=True, tooltip="A picture for the file, shown by model browsers."
                 ),
+                io.Combo.Input(
+                    "weights",
+                    options=["average", "last step"],
+                    default="average",
+                    optional=True,
+                    tooltip="Of a run that keeps a moving average: the average, or the last step's weights. "
+                    "Other runs have the last step's alone.",
+                ),
             ],
             outputs=[io.String.Output("path")],
             hidden=[io.Hidden.extra_pnginfo],
@@ -81,9 +89,11 @@ class SaveLora(io.ComfyNode):
         format: str = next(iter(FILE_FORMATS)),
         trigger: str = "",
         cover: Any = None,
+        weights: str = "average",
     ) -> io.NodeOutput:
         trained, path = state.load(), paths.lora_path(name)
-        trained, family = replace(trained, weights=trained.result()), family_named(trained.family)
+        trained = replace(trained, weights=trained.result(average=weights == "average"))
+        family = family_named(trained.family)
         tensors = FILE_FORMATS[format](trained, family, DTYPES[dtype])
         metadata = lora_metadata(
             trained,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from safetensors import safe_open
 
 from graft.nodes import output, train
 from graft.tests.comfy.test_first_lora import first_lora
+from graft.training.checkpoint import open_state
 from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.family import family_named
+from graft.training.lora_file import lora_tensors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,3 +116,33 @@ def test_a_folder_in_the_files_place_is_one_clear_error(execute, base):
     (base / "output" / "loras" / "folder.safetensors").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="folder.safetensors: the LoRA could not be saved"):
         execute(saving("folder"))
+
+
+AVERAGED = {
+    "optimizer": "adamw",
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "gradient_accumulation": 1,
+    "floor": 0.0,
+    "cycles": 1,
+    "power": 1.0,
+    "ema_decay": 0.9,
+    "weights": "fp32",
+    "d_coef": 1.0,
+}
+
+
+def test_either_the_average_or_the_last_steps_weights_are_saved(execute, base):
+    for name, weights in (("averaged", "average"), ("last", "last step")):
+        prompt = saving(name, weights=weights, dtype="fp32")
+        prompt["5"]["inputs"] |= {"optimizer_settings": ["60", 0], "steps": 3, "name": "ema"}
+        prompt["60"] = {"class_type": "GraftOptimizerSettings", "inputs": AVERAGED}
+        execute(prompt)
+    run = next((base / "output" / "graft").glob("ema-*"))
+    state = open_state(run / "checkpoints" / "step-00000003").load()
+    for name, weights in (("averaged", state.ema), ("last", state.weights)):
+        found = lora_tensors(replace(state, weights=weights), family_named(state.family))
+        saved = opened(base, name)[0]
+        assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in found)
