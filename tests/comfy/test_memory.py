@@ -52,3 +52,29 @@ def test_a_block_keeps_less_than_selective_checkpointing_and_that_less_than_ever
     denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
     kept = [measured(denoiser, batch, CONFIG, mode)[1] for mode in ("none", "selective", "block")]
     assert kept[0] > kept[1] > kept[2]
+
+
+@pytest.mark.parametrize("name", ["sd3", "sdxl"])
+def test_a_base_in_the_compute_dtype_is_not_copied(name):
+    denoiser = ComfyDenoiser(TINY[name]())
+    before = {path: denoiser.network.get_submodule(path).weight.data_ptr() for path in denoiser.specs}
+    with denoiser.hold(torch.float32) as base:
+        for path, layer in base.layers.items():
+            assert layer.weight(torch.float32, torch.device("cpu")).data_ptr() == before[path], path
+
+
+def test_the_settings_of_torch_are_as_before():
+    def settings():
+        matmul = torch.backends.cuda.matmul
+        return (
+            torch.get_float32_matmul_precision(),
+            matmul.allow_tf32,
+            matmul.allow_bf16_reduced_precision_reduction,
+            torch.backends.cudnn.allow_tf32,
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+        )
+
+    before = settings()
+    step_gradients(ComfyDenoiser(TINY["sd3"]()), TINY["sd3"].batch(), CONFIG, "block")
+    assert settings() == before
