@@ -40,6 +40,9 @@ function addPanel(node) {
     })
     widget.serialize = false
     panels.set(node, panel)
+    // The panel shows the samples. ComfyUI's own preview of them, below it, is left out: the first for 0.33.
+    node.hideOutputImages = true
+    node.onDrawBackground = () => {}
     const { onRemoved } = node
     node.onRemoved = function (...args) {
         panel.remove()

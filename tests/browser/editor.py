@@ -9,6 +9,9 @@ from typing import Any
 
 from graft.tests.browser.chromium import Page
 
+DIALOG = ":is(.p-dialog, [role=dialog])"
+"""In the frontends of ComfyUI 0.3.75 and of 0.33."""
+
 
 class Editor:
     """The editor of one server in one page."""
@@ -30,10 +33,10 @@ class Editor:
 
     def open_template(self, name: str) -> None:
         """Templates > Extensions > graft > the card of that name."""
-        graft, card = _text("graft", ".p-dialog"), _text(name, ".p-dialog")
+        graft, card = _text("graft", DIALOG), _text(name, DIALOG)
         self._click_until(_labelled("Templates"), f"!!({graft})")
         self._click_until(graft, f"!!({card})")
-        self._click_until(card, "!document.querySelector('.p-dialog')")
+        self._click_until(card, f"!document.querySelector('{DIALOG}')")
         self.page.wait_for("app.graph.nodes.length > 5")
 
     def _click_until(self, element: str, condition: str) -> None:
