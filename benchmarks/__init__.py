@@ -12,8 +12,9 @@ from types import ModuleType
 
 BENCHMARKS = {
     "data": ("data", "memory and time of choosing a batch at a million images; encoding beside a plain loop"),
-    "optimizers": ("optimizers", "optimizers on the demo: held-out loss and memory of their states"),
     "step": ("step", "time and memory of a step, beside other trainers on the same base"),
+    "quality": ("quality", "how fast a LoRA learns, beside ComfyUI's TrainLoraNode"),
+    "optimizers": ("optimizers", "optimizers on the demo: held-out loss and memory of their states"),
     "full-size": ("full_size", "two steps of SDXL and SD3.5 Medium as large as they are, on a CPU"),
     "faults": ("faults", "runs killed 20 times and continued, and what else can go wrong"),
 }

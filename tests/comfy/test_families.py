@@ -338,6 +338,31 @@ def test_latents_enter_the_model_with_the_same_statistics_in_every_bucket_and_ba
         torch.testing.assert_close(entered.std() / expected.std(), torch.tensor(1.0), rtol=0.05, atol=0)
 
 
+# An assistant LoRA
+
+
+def test_patches_on_the_model_apply_while_training_and_are_not_in_the_result():
+    """What a distilled base is trained with: base and assistant are trained on, the file holds neither."""
+    tiny, patcher = TINY["schnell"], TINY["schnell"]()
+    base = ComfyDenoiser(patcher)
+    key = "diffusion_model.single_blocks.0.linear1.weight"
+    assistant = patcher.clone()
+    change = torch.randn(patcher.model.state_dict()[key].shape, generator=rng.generator(4))
+    assistant.add_patches({key: ("diff", (change,))}, 1.0)
+    batch, sigma = tiny.batch(), torch.tensor([0.4, 0.7])
+    on = ComfyDenoiser(assistant)
+    with torch.no_grad(), on.hold(torch.float32):
+        held = on.denoise(batch.latents, sigma, batch)
+    torch.testing.assert_close(held, sampled(assistant, batch.latents, sigma, batch), rtol=1e-4, atol=1e-4)
+    with torch.no_grad(), base.hold(torch.float32):
+        assert not torch.allclose(held, base.denoise(batch.latents, sigma, batch), atol=1e-2)
+    state = train(on, Samples(tiny), CONFIG, None, steps=2)
+    tensors = lora_tensors(state, on.family)
+    fresh = lora_tensors(initial_state(on, CONFIG), on.family)
+    assert tensors.keys() == fresh.keys() and all(tensors[k].shape == fresh[k].shape for k in tensors)
+    assert train(base, Samples(tiny), CONFIG, None, steps=2).losses != state.losses
+
+
 # Learning
 
 
