@@ -69,3 +69,47 @@ def test_patches_on_the_model_count_wherever_the_weights_are_kept(store):
     plain = gradients(patcher, store, "sd3")[0]
     patcher.add_patches({key: ("diff", (torch.ones_like(weights[key]),))}, 0.5)
     assert gradients(patcher, store, "sd3")[0] != plain
+
+
+class Loaded(torch.Tensor):
+    """A weight as ComfyUI-GGUF keeps it: packed bytes that say the shape of what they stand for."""
+
+    tensor_shape = None
+
+    @property
+    def shape(self):
+        return self.tensor_shape or self.size()
+
+    def detach(self):
+        return self
+
+
+def as_gguf(weight, kind):
+    """Pack a weight by ggml's own writer."""
+    quants = pytest.importorskip("gguf.quants")
+    from gguf import GGMLQuantizationType
+
+    packed = torch.from_numpy(quants.quantize(weight.float().numpy(), GGMLQuantizationType[kind]))
+    loaded = packed.as_subclass(Loaded)
+    loaded.tensor_type, loaded.tensor_shape = GGMLQuantizationType[kind], weight.shape
+    whole = torch.from_numpy(quants.dequantize(packed.numpy(), GGMLQuantizationType[kind]))
+    return loaded, whole
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_base_from_a_gguf_file_is_trained_on_as_it_is(kind):
+    plain, packed = TINY["flux"](), TINY["flux"]()
+    found = {}
+    for path, spec in ComfyDenoiser(plain).specs.items():
+        if spec.kind != "linear" or spec.shape[1] % 32:
+            continue
+        module = packed.model.diffusion_model.get_submodule(path)
+        loaded, whole = as_gguf(module.weight.detach(), kind)
+        module._parameters["weight"] = loaded
+        plain.model.diffusion_model.get_submodule(path).weight.data = whole
+        found[path] = loaded
+    exact, same = gradients(plain, "resident", "flux"), gradients(packed, "resident", "flux")
+    assert found and exact[0] == pytest.approx(same[0], rel=1e-5)
+    assert (exact[1] - same[1]).norm() <= 1e-5 * exact[1].norm()
+    for path, loaded in found.items():
+        assert packed.model.diffusion_model.get_submodule(path)._parameters["weight"] is loaded

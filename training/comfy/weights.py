@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..forward import set_forward
 from ..layer import FrozenLayer, LayerSpec
+from ..memory.gguf import packed_gguf
 from ..memory.quantize import Packed, plain, scaled
 from ..memory.store import Store
 from ..model import HeldBase
@@ -52,14 +53,19 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
             found = {**dict(module._parameters), **dict(module._buffers)}
             weights = {n: ordinary(t) for n, t in found.items() if t is not None}
             if path in specs:
-                kept = {n: _packed(t, module if n == "weight" else None) for n, t in weights.items()}
+                kept = {
+                    n: _packed(t, found[n], module if n == "weight" else None) for n, t in weights.items()
+                }
                 kept = {n: _patched(patcher, f"{prefix}.{path}.{n}", p) for n, p in kept.items()}
                 layers[path] = _layer(path, specs[path], module, kept, store)
                 undo.callback(set_forward(module, layers[path].forward))
             else:
-                loose = {n: _patched(patcher, f"{prefix}.{path}.{n}", plain(t)) for n, t in weights.items()}
-                weights = {n: p.parts[0] for n, p in loose.items()}
+                loose = {n: _gguf(t, found[n]) or plain(t) for n, t in weights.items()}
+                loose = {n: _patched(patcher, f"{prefix}.{path}.{n}", p) for n, p in loose.items()}
+                weights = {n: p.weight(store.dtype) if p.packs else p.parts[0] for n, p in loose.items()}
             for name, tensor in weights.items():
+                if path in specs and hasattr(found[name], "tensor_type"):
+                    continue  # networks ask it for its shape
                 own = tensor if path in specs else _resident(tensor, name in module._buffers, store)
                 undo.callback(replace(module, name, own))
         yield HeldBase(network, layers)
@@ -79,6 +85,8 @@ def ordinary(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory that autograd may use; inference tensors may not be saved for
     backward.
     """
+    if hasattr(tensor, "tensor_type"):  # of ComfyUI-GGUF, whose class says another shape than its bytes have
+        tensor = tensor.as_subclass(Tensor)
     if not tensor.is_inference() or isinstance(tensor, QuantizedTensor):
         return tensor.detach()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
@@ -104,14 +112,28 @@ def _spec(module: nn.Module) -> LayerSpec | None:
     return None
 
 
-def _packed(tensor: Tensor, module: nn.Module | None) -> Packed:
-    """Return a host weight as it is kept: what the file quantised stays quantised."""
+def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
+    """Return a host weight as it is kept: what the file quantised stays quantised.
+
+    `loaded` is what the loader put there, and `tensor` the same memory as an ordinary tensor.
+    """
+    from_gguf = _gguf(tensor, loaded)
+    if from_gguf is not None:
+        return from_gguf
     if isinstance(tensor, QuantizedTensor):
         return Packed((tensor,), lambda parts, dtype: _dequantised(parts[0]).to(dtype))
     scale = getattr(module, "scale_weight", None)
     if tensor.dtype in FLOAT8 and scale is not None:
         return scaled(tensor, ordinary(scale))
     return plain(tensor)
+
+
+def _gguf(tensor: Tensor, loaded: Any) -> Packed | None:
+    """Return what a loader of GGUF files left packed; None for plain weights and those of other files."""
+    kind = getattr(getattr(loaded, "tensor_type", None), "name", None)
+    if kind is None or kind in ("F32", "F16"):
+        return None
+    return packed_gguf(tensor, kind, tuple(loaded.shape))
 
 
 def _patched(patcher: Any, key: str, weight: Packed) -> Packed:

@@ -33,6 +33,8 @@ class Packed:
     parts: Parts
     unpack: Callable[[Parts, torch.dtype], Tensor]
     """unpack(parts, dtype) -> the weight in its own shape, on the device of the parts."""
+    packs: bool = True
+    """Whether the parts are something else than the weight itself."""
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +46,7 @@ class Packed:
 
 def plain(weight: Tensor) -> Packed:
     """Keep a weight as it is."""
-    return Packed((weight,), lambda parts, dtype: parts[0].to(dtype))
+    return Packed((weight,), lambda parts, dtype: parts[0].to(dtype), packs=False)
 
 
 def scaled(small: Tensor, scale: Tensor) -> Packed:

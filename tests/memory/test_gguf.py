@@ -1,0 +1,40 @@
+"""GGUF weights are made whole as ggml's own reader does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graft.training.memory.gguf import LAYOUTS, packed_gguf
+
+quants = pytest.importorskip("gguf.quants")
+
+
+def raw_of(name, rows=3, blocks=5):
+    """Random bytes of a type, their factors sensible numbers."""
+    layout = LAYOUTS[name]
+    raw = torch.randint(0, 256, (rows * blocks, layout.size), generator=torch.Generator().manual_seed(0))
+    raw = raw.to(torch.uint8)
+    if name == "BF16":
+        return torch.randn(rows, blocks).bfloat16().view(torch.uint8)
+    halves = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(name, (0,))
+    for number, start in enumerate(halves):
+        factor = torch.full((1,), 0.01 * (number + 1), dtype=torch.float16)
+        raw[:, start : start + 2] = factor.view(torch.uint8)
+    return raw.view(rows, -1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_type_is_read_as_by_ggml(name):
+    from gguf import GGMLQuantizationType
+
+    raw = raw_of(name)
+    expected = torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[name]))
+    packed = packed_gguf(raw, name, tuple(expected.shape))
+    assert torch.allclose(packed.weight(torch.float32), expected, rtol=1e-6, atol=1e-7)
+    assert packed.nbytes == raw.nbytes
+
+
+def test_an_unknown_type_is_refused_by_name():
+    with pytest.raises(ValueError, match="GGUF type IQ2_XS cannot be trained on; use a file of type BF16"):
+        packed_gguf(torch.zeros(1, 4, dtype=torch.uint8), "IQ2_XS", (1, 4))

@@ -1,0 +1,130 @@
+"""Weights of GGUF files as their loaders hand them on: packed bytes that PyTorch makes whole, on any device.
+
+Layouts: ggml's ggml-common.h and ggml-quants.c. A block is some bytes and stands for 32 numbers (256 for
+the K types); factors are float16. What a file rounded stays as it is while it is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .quantize import Packed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One GGUF type."""
+
+    size: int
+    """Bytes of a block."""
+    unpack: Callable[[Tensor], Tensor]
+    """(blocks, size) uint8 -> (blocks, numbers) float32"""
+
+
+def packed_gguf(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Packed:
+    """Return the weight of `shape` whose bytes `raw` are of GGUF type `kind`, such as "Q4_K".
+
+    Raises ValueError for types that are not in LAYOUTS.
+    """
+    if kind not in LAYOUTS:
+        raise ValueError(
+            f"GGUF type {kind} cannot be trained on; use a file of type {', '.join(LAYOUTS)} or the original."
+        )
+    layout = LAYOUTS[kind]
+
+    def unpack(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return layout.unpack(parts[0].view(-1, layout.size)).to(dtype).view(shape)
+
+    return Packed((raw.reshape(-1).view(torch.uint8),), unpack)
+
+
+def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+    """Read float16 numbers of every block as (blocks, count) float32."""
+    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """Return the low halves of the bytes (..., n), then the high ones: (..., 2 n)."""
+    return torch.cat([data & 15, data >> 4], -1)
+
+
+def _bits(data: Tensor, count: int) -> Tensor:
+    """Return bits 0 to `count` - 1 of the bytes (blocks, n) as (blocks, count, n)."""
+    shifts = torch.arange(count, dtype=torch.uint8, device=data.device)
+    return (data[:, None, :] >> shifts[:, None]) & 1
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * blocks[:, 2:].view(torch.int8).float()
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
+
+
+def _q5(blocks: Tensor, start: int) -> Tensor:
+    high = _bits(blocks[:, start : start + 4].reshape(-1, 1), 8).reshape(len(blocks), 32)
+    return (_nibbles(blocks[:, start + 4 :]) | (high << 4)).float()
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * (_q5(blocks, 2) - 16)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * _q5(blocks, 4) + _halves(blocks, 2)
+
+
+def _k_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eight 6-bit scales and minima (blocks, 8) that 12 bytes (blocks, 12) hold."""
+    low, middle, high = scales.view(-1, 3, 4).unbind(1)
+    scale = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], 1)
+    least = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], 1)
+    return scale.float(), least.float()
+
+
+def _k(blocks: Tensor, numbers: Tensor) -> Tensor:
+    """Apply the factors of Q4_K and Q5_K to numbers (blocks, 8, 32)."""
+    scale, least = _k_scales(blocks[:, 4:16].contiguous())
+    factor, minimum = _halves(blocks, 0) * scale, _halves(blocks, 2) * least
+    return (factor[..., None] * numbers.float() - minimum[..., None]).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _k(blocks, _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
+    return _k(blocks, low | (_bits(blocks[:, 16:48], 8) << 4))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts[:, None]) & 3).view(-1, 8, 32)
+    numbers = (low | (high << 4)).view(-1, 16, 16).float() - 32
+    factor = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (factor[..., None] * numbers).flatten(1)
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "BF16": Layout(2, lambda blocks: blocks.view(torch.bfloat16).float()),
+    "Q8_0": Layout(34, _q8_0),
+    "Q4_0": Layout(18, _q4_0),
+    "Q4_1": Layout(20, _q4_1),
+    "Q5_0": Layout(22, _q5_0),
+    "Q5_1": Layout(24, _q5_1),
+    "Q4_K": Layout(144, _q4_k),
+    "Q5_K": Layout(176, _q5_k),
+    "Q6_K": Layout(210, _q6_k),
+}
+"""By GGUF's name of the type."""
