@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import comfy.lora
 import comfy.sd
 import pytest
@@ -12,11 +14,15 @@ from graft.training.adapters import restore_adapters
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.lora_names import lora_names
 from graft.training.config import AdapterConfig, TrainConfig
-from graft.training.loop import train
-from graft.training.lora_file import read_lora
+from graft.training.family import is_text
+from graft.training.formats import diffusers_tensors
+from graft.training.loop import initial_state, train
+from graft.training.lora_file import lora_tensors, read_lora
 from graft.training.start import config_from_file, match_layers, start_from_file
 from graft.training.state import TrainState
 
+from .test_text_encoders import CONFIG as WITH_TEXT
+from .test_text_encoders import clip_of, tiny
 from .test_training import Noise, sd3_state_dict
 
 
@@ -120,3 +126,23 @@ def test_a_file_written_by_diffusers_starts_training_and_trains_on(tmp_path, pat
     start = TrainState(0, config, denoiser.fingerprint, weights)
     state = train(denoiser, Noise(), TrainConfig(adapter=config), start, steps=2)
     assert state.step == 2 and all(state.weights[name].isfinite().all() for name in state.weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("sdxl", lora_tensors), ("sd35m", lora_tensors), ("sd35m", diffusers_tensors)]
+)  # the tiny SDXL has other levels than the one that diffusers' names are for
+def test_a_file_with_text_encoders_starts_where_it_was_saved(tmp_path, name, write):
+    patcher, clip = tiny(name)(), clip_of(name)
+    denoiser = ComfyDenoiser(patcher, clip)
+    fresh = initial_state(denoiser, WITH_TEXT)
+    saved = {key: tensor + 0.1 * torch.randn_like(tensor) for key, tensor in fresh.weights.items()}
+    state = dataclasses.replace(fresh, weights=saved)
+    path = tmp_path / "lora.safetensors"
+    save_file(write(state, denoiser.family, torch.float32), path)
+    names, specs, family = lora_names(patcher, clip), denoiser.specs, denoiser.family
+    assert match_layers(read_lora(path), specs, family, names).unmatched == ()
+    weights = start_from_file(path, specs, family, WITH_TEXT.adapter, names=names)
+    cpu = torch.device("cpu")
+    before, after = (restore_adapters(specs, WITH_TEXT.adapter, w, cpu) for w in (saved, weights))
+    assert before.keys() == after.keys() and any(is_text(path) for path in after)
+    assert all(torch.allclose(after[path].product(), before[path].product(), atol=1e-5) for path in before)

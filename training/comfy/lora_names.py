@@ -7,14 +7,16 @@ from typing import Any
 
 import comfy.lora
 
+from ..family import TEXT
 from .denoiser import NETWORK
 
 
-def lora_names(patcher: Any) -> dict[str, tuple[str, int, int]]:
+def lora_names(patcher: Any, clip: Any = None) -> dict[str, tuple[str, int, int]]:
     """Return what `training.start.layer_names` does, for every layout that ComfyUI's loader knows for this
     model.
 
-    Names for which the loader reorders the outputs (a diffusers norm's shift and scale) are left out.
+    With `clip`, those of its text encoders too. Names for which the loader reorders the outputs (a diffusers
+    norm's shift and scale) are left out.
     """
     weights = patcher.model.state_dict()
     names: dict[str, tuple[str, int, int]] = {}
@@ -29,4 +31,9 @@ def lora_names(patcher: Any) -> dict[str, tuple[str, int, int]]:
         axis, start, count = rows or (0, 0, weights[key].shape[0])
         if axis == 0:
             names[name] = (key.removeprefix(f"{NETWORK}.").removesuffix(".weight"), start, count)
+    if clip is not None:
+        model = clip.cond_stage_model
+        weights = model.state_dict()
+        for name, key in comfy.lora.model_lora_keys_clip(model, {}).items():
+            names[name] = (TEXT + key.removesuffix(".weight"), 0, weights[key].shape[0])
     return names

@@ -41,7 +41,8 @@ def start_of(denoiser: ComfyDenoiser, config: AdapterConfig) -> Start:
     Raises ValueError when the file is not there, not sound, or made for another kind of model.
     """
     path = listed_file(("loras",), config.start_from)
-    file, names = read_lora(path), lora_names(denoiser.patcher)
+    clip = denoiser.text.clip if denoiser.text else None
+    file, names = read_lora(path), lora_names(denoiser.patcher, clip)
     if config.start_size == "file":
         config = config_from_file(file, denoiser.specs, denoiser.family, config, names)
     matched = match_layers(file, denoiser.specs, denoiser.family, names)
