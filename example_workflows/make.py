@@ -130,7 +130,7 @@ COMPARE = """\
 ## Two LoRAs side by side
 
 The same pictures, seed and number of steps, once with rank 8 and once with rank 64. Each grid shows the \
-run's checkpoints from left to right, a row a prompt: too little on the left, too much on the right.
+run's checkpoints from top to bottom, a column a prompt: too little at the top, too much at the bottom.
 
 Change one thing at a time: rank, learning rate, or layers."""
 
@@ -251,7 +251,7 @@ def completed(prompt: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-PROMPTS = ("red apple", "yellow banana")
+PROMPTS = ("red apple", "bear")
 """What the demo's base model can draw."""
 
 
@@ -431,7 +431,7 @@ def main(address: str, *options: str) -> None:
             _thumbnail(address, name)
 
 
-THUMBNAIL_STEPS = 100
+THUMBNAIL_STEPS = 30
 TUNED = "graft_thumbnail.safetensors"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import folder_paths
 import pytest
+from PIL import Image
 
 import graft
 from graft.example_workflows.make import at_demo_size
@@ -199,3 +200,9 @@ def test_every_workflow_runs(name, execute, made, base):
         node["inputs"]["filename_prefix"] for node in prompt.values() if "filename_prefix" in node["inputs"]
     ]
     assert prefixes and all(list((base / "output").glob(f"{prefix}_*.png")) for prefix in prefixes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_workflow_has_a_small_picture(name):
+    path = FOLDER / f"{name}.jpg"
+    assert max(Image.open(path).size) <= 512 and path.stat().st_size < 100_000
