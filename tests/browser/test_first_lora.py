@@ -56,7 +56,7 @@ def test_run_trains_shows_progress_saves_and_draws(editor, small, running):
     editor.wait_until_idle()
     assert [TRAIN, 3, 3] in editor.page.evaluate("window.graftSeen")
     assert (running.base / "output" / "loras" / "browser.safetensors").is_file()
-    editor.page.wait_for("app.graph.getNodeById(12).imgs?.length")
+    editor.page.wait_for("app.nodeOutputs[12]?.images?.length")  # drawn when it is in view
 
 
 def test_the_saved_lora_can_be_chosen_in_load_lora(editor, small):
