@@ -60,7 +60,8 @@ class Editor:
             )
 
     def run(self) -> None:
-        """Press Run."""
+        """Press Run, once no message lies over it."""
+        self.page.wait_for("!document.querySelector('.p-toast-message')")
         self.page.click_on(_labelled("Run"))
 
     def cancel(self) -> None:
