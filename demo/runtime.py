@@ -38,6 +38,13 @@ TEXT_EVENT = (
     b"\0\0\0\3"  # protocol.py: BinaryEventTypes.TEXT, then the length of the node's id, the id, the text
 )
 
+APART: dict[str, Any] = (
+    {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    if sys.platform == "win32"
+    else {"start_new_session": True}
+)
+"""Ctrl-C in the terminal is for this process, which lets ComfyUI save what it trains."""
+
 OnEvent = Callable[[str, dict[str, Any]], None]
 
 
@@ -257,7 +264,13 @@ def server(
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     with log_file.open("ab") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=base, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=base,
+            env=environment,
+            **APART,
         )
     running = Server(process, port, base, log_file)
     try:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..demo.runtime import OnEvent, PromptError, comfyui_version, find_comfyui, server
+from ..demo.runtime import OnEvent, PromptError, Server, comfyui_version, find_comfyui, server
 from ..demo.terminal import Bar, say
 from ..training.job import DATASETS, Job, model_paths, read_job
+
+SECONDS_TO_SAVE = 600.0
+"""A step of a large model on a slow machine, and a checkpoint."""
 
 MODEL_FOLDERS = {
     "checkpoints": ("checkpoints",),
@@ -52,13 +56,26 @@ def run(args: argparse.Namespace) -> int:
                 ) as comfy,
                 reporting(job) as on_event,
             ):
-                comfy.wait(comfy.post(job.prompt, extra_data(job)), on_event, timeout=float("inf"))
+                train(comfy, job, on_event)
         except PromptError as error:
             log = job.output / f"{job.name}.comfyui.log"
             shutil.copyfile(base / "comfyui.log", log)
             raise ValueError(f"{error}\nComfyUI's own words are in {log}.") from error
     say(f"Done: {job.output / 'loras' / job.name}.safetensors")
     return 0
+
+
+def train(comfy: Server, job: Job, on_event: OnEvent) -> None:
+    """Queue the job's graph and wait for it; on Ctrl-C until the run is saved."""
+    queued = comfy.post(job.prompt, extra_data(job))
+    try:
+        comfy.wait(queued, on_event, timeout=math.inf)
+    except KeyboardInterrupt:
+        say("\nSaving the run; the same command goes on from there.")
+        comfy.interrupt()
+        with suppress(PromptError):
+            comfy.wait(queued, timeout=SECONDS_TO_SAVE)
+        raise
 
 
 def options(job: Job, comfyui: Path, base: Path) -> list[str]:
