@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from ..headless.comfyui import start_comfyui
+from ..training.headless.comfyui import start_comfyui
 from .process import peak_rss, this_benchmark
 
 MODELS = ("sdxl", "sd35m")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..demo.clip_l import write_clip_l
-from ..headless.comfyui import start_comfyui
 from ..training.config import AdapterConfig, OptimizerConfig, TrainConfig
 from ..training.data import BucketConfig, CaptionConfig, DatasetConfig, encode, scan
+from ..training.headless.comfyui import start_comfyui
 from ..training.loop import train
 from ..training.validation import validation_loss
 

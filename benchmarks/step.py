@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..headless.comfyui import start_comfyui
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
+from ..training.headless.comfyui import start_comfyui
 from ..training.memory.live import LiveTensors
 from . import base_models
 from .base_models import FULL, SMALL, BaseModel, batch_of

@@ -36,13 +36,25 @@ def files(folder):
     return sorted(path for path in (ROOT / folder).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", files("training"), ids=lambda p: str(p.relative_to(ROOT)))
+def engine():
+    """Return the files of training/ but training/headless, which starts ComfyUI and uses everything."""
+    return [path for path in files("training") if path.parent.name != "headless"]
+
+
+@pytest.mark.parametrize("path", engine(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_training_comfy_imports_comfyui(path):
     roots = {module.split(".")[0] for module, level in imports(path) if level == 0}
     assert "comfy" in path.parent.parts or not roots & HOST
 
 
-@pytest.mark.parametrize("path", files("training"), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", engine(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_imports_what_starts_programs(path):
+    assert path.name == "cli.py" or not [
+        m for m, level in imports(path) if level and "headless" in m.split(".")
+    ]
+
+
+@pytest.mark.parametrize("path", engine(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_engine_imports_neither_nodes_nor_its_own_comfyui_part(path):
     for module, level in imports(path):
         climbs_out = level > len(path.relative_to(ROOT / "training").parts)

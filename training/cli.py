@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "demo": ("demo.run", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
-    "train": ("headless.train", "train a job file on a ComfyUI without an editor"),
-    "worker": ("headless.worker", "be one of the processes that torchrun starts for a job"),
-    "export-workflow": ("headless.export", "write a job file as a graph for ComfyUI"),
+    "train": ("training.headless.train", "train a job file on a ComfyUI without an editor"),
+    "worker": ("training.headless.worker", "be one of the processes that torchrun starts for a job"),
+    "export-workflow": ("training.headless.export", "write a job file as a graph for ComfyUI"),
     "merge": ("training.tools.merge", "merge LoRAs into a checkpoint"),
     "extract": ("training.tools.extract", "extract a LoRA from the difference of two models"),
     "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),
     "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
     "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
-    "plan": ("headless.plan", "print what a run would take on a card, without training"),
+    "plan": ("training.headless.plan", "print what a run would take on a card, without training"),
     "bench": ("benchmarks", "measure Graft on this machine: speed, memory, faults"),
 }
 """name -> (module inside graft, what it does)."""

@@ -79,7 +79,7 @@ class AdapterConfig:
     start_from: str = ""
     """LoRA file to start from, by the name that ComfyUI lists it under; empty starts fresh."""
     start_size: Literal["file", "settings"] = "file"
-    """Of `start_from`: take algorithm, rank and alpha from the file, or pad its layers to the settings here."""
+    """Of `start_from`: take algorithm, rank and alpha from the file, or pad its layers to these settings."""
     text_encoder: float = 0.0
     """Train the CLIP text encoders too, at this multiple of the learning rate; 0 leaves them as they are."""
 

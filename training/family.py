@@ -66,8 +66,8 @@ class Family:
     pooled: tuple[str, ...] = ()
     """Those of them whose last layer the network sees, in the pooled output."""
     units: tuple[str, ...] = ()
-    """Globs of what checkpointing recomputes as a whole; empty where that is the blocks. ComfyUI's U-Nets call
-    the parts of a block one by one."""
+    """Globs of what checkpointing recomputes as a whole; empty where that is the blocks. ComfyUI's U-Nets
+    call the parts of a block one by one."""
 
     @property
     def checkpointed(self) -> tuple[str, ...]:

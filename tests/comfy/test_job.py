@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import graft
-from graft.headless.export import as_text
+from graft.training.headless.export import as_text
 from graft.training.job import compile_job, read_job
 from graft.training.job_graph import NODES
 

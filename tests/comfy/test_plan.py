@@ -9,13 +9,13 @@ from comfy.ldm.flux.model import Flux, FluxParams
 from safetensors.torch import save_file
 
 from graft.benchmarks.base_models import SMALL
-from graft.headless.plan import memory, pixels
 from graft.tests.comfy.tiny_models import FILES, fields, state_dict
 from graft.training.adapters import select
 from graft.training.cli import main
 from graft.training.comfy import outline as module
 from graft.training.comfy.outline import TEXTS, Text, outline, outlined_batch
 from graft.training.config import AdapterConfig
+from graft.training.headless.plan import memory, pixels
 from graft.training.memory.forecast import forecast
 
 TINY_TEXT = Text(8, 64, 2048)

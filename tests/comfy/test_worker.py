@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graft.headless import launch
 from graft.training.comfy import workers
+from graft.training.headless import launch
 from graft.training.job import compile_job
 from graft.training.run import Run
 

@@ -24,7 +24,7 @@ from ..loop import STOP, OnStep, Progress
 from ..run import Run, latest
 from ..state import TrainState
 
-LAUNCH = Path(__file__).resolve().parents[2] / "headless" / "launch.py"
+LAUNCH = Path(__file__).resolve().parents[1] / "headless" / "launch.py"
 POLL_SECONDS = 0.2
 GRACE = 60.0
 """Seconds that the processes get to finish their step and save."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..demo.runtime import find_comfyui
-from ..training.job import read_job
-from ..training.job_graph import Prompt
+from ...demo.runtime import find_comfyui
+from ..job import read_job
+from ..job_graph import Prompt
 from . import train
 from .executor import Executor, start_comfyui
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def execute(executor: Executor, prompt: Prompt, last: str | None) -> None:
     """Execute a graph up to the node `last`, or all of it; rank 0's part is more than the others'."""
-    from ..training import distributed
+    from .. import distributed
 
     encoders = of_kind(prompt, "GraftEncodeDataset")
     if _place().local_rank == 0 and encoders:
@@ -111,7 +111,7 @@ def together() -> Iterator[Any]:
     """Join the other processes, if there are any, and yield the device that this one trains on."""
     import comfy.model_management
 
-    from ..training import distributed
+    from .. import distributed
 
     device = comfy.model_management.get_torch_device()
     if "WORLD_SIZE" not in os.environ:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..training.job_graph import Prompt
+from ..job_graph import Prompt
 
 PROMPT_ID = "00000000-0000-4000-8000-000000000000"
 
@@ -88,9 +89,8 @@ def load_nodes(kinds: set[str]) -> None:
 
 
 async def _load_graft(table: dict[str, Any]) -> None:
-    from .. import comfy_entrypoint
-
-    for node in await (await comfy_entrypoint()).get_node_list():
+    extension = importlib.import_module(__name__.partition(".training.")[0])
+    for node in await (await extension.comfy_entrypoint()).get_node_list():
         node.RELATIVE_PYTHON_MODULE = "custom_nodes.graft"
         table[node.GET_SCHEMA().node_id] = node
 

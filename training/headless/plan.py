@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from ..demo.terminal import say
+from ...demo.terminal import say
 from .comfyui import start_comfyui
 
 GIB = 1 << 30
@@ -29,10 +29,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
     start_comfyui()
-    from ..training.adapters import select
-    from ..training.comfy.outline import outline, outlined_batch
-    from ..training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
-    from ..training.memory.plan import every_plan, predictor, table
+    from ..adapters import select
+    from ..comfy.outline import outline, outlined_batch
+    from ..config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+    from ..memory.plan import every_plan, predictor, table
 
     config = TrainConfig(
         batch_size=args.batch,

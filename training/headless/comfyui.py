@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..demo.runtime import find_comfyui
+from ...demo.runtime import find_comfyui
 
 
 def start_comfyui(device: str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""The `graft` command of this checkout, whatever its folder is called: `python headless/launch.py train ...`.
+"""The `graft` command of this checkout, whatever its folder is called: `python launch.py train ...`.
 
 Python does not import from ComfyUI's custom_nodes folder, so `-m graft` needs an installed package.
 """
@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
