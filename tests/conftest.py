@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # of this process and those it starts: sums of several threads differ in bits
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -257,7 +257,7 @@ def test_ema_beside_an_averaging_optimizer_is_refused():
 class Overflowing(TinyDenoiser):
     """Gradients beyond what fp16 holds become infinite, as they do in an fp16 network."""
 
-    limit = 0.0
+    limit = torch.inf
 
     def __init__(self):
         super().__init__()

@@ -20,14 +20,28 @@ PRESET = {
 }
 
 
+LYCORIS_SETTINGS = (
+    "ENABLE_CONV",
+    "TARGET_REPLACE_MODULE",
+    "TARGET_REPLACE_NAME",
+    "MODULE_ALGO_MAP",
+    "NAME_ALGO_MAP",
+    "LORA_PREFIX",
+    "USE_FNMATCH",
+    "TARGET_EXCLUDE_NAME",
+)
+
+
 def applied(preset, **settings):
     return apply_preset(json.dumps(preset), AdapterConfig(rank=2, alpha=1.0, **settings))
 
 
 @pytest.mark.parametrize("globs", [False, True])
-def test_the_layers_are_those_that_lycoris_chooses(globs):
+def test_the_layers_are_those_that_lycoris_chooses(globs, monkeypatch):
     from lycoris import LycorisNetwork, create_lycoris
 
+    for name in LYCORIS_SETTINGS:  # of the class: put back after the test
+        monkeypatch.setattr(LycorisNetwork, name, getattr(LycorisNetwork, name))
     preset = PRESET
     if globs:
         preset = {
@@ -44,13 +58,10 @@ def test_the_layers_are_those_that_lycoris_chooses(globs):
         "module_algo_map": {},
         "exclude_name": [],
     }
-    try:
-        LycorisNetwork.apply_preset({**clean, "use_fnmatch": False, **preset, "lora_prefix": "lora_unet"})
-        network = create_lycoris(
-            TinyDenoiser().module, 1.0, linear_dim=2, linear_alpha=1, conv_dim=2, algo="lora"
-        )
-    finally:
-        LycorisNetwork.apply_preset({**clean, "use_fnmatch": False})
+    LycorisNetwork.apply_preset({**clean, "use_fnmatch": False, **preset, "lora_prefix": "lora_unet"})
+    network = create_lycoris(
+        TinyDenoiser().module, 1.0, linear_dim=2, linear_alpha=1, conv_dim=2, algo="lora"
+    )
     config = applied(preset)
     adapters = build_adapters(select(SPECS, FAMILY, config), config)
     theirs = {lora.lora_name: type(lora).__name__ for lora in network.loras}

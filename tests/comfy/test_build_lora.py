@@ -7,12 +7,11 @@ import json
 import comfy.sd
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from graft.nodes.lora import BuildLora
 from graft.nodes.lora_settings import LoraSettings
-from graft.tests.comfy.test_first_lora import first_lora
+from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.training.adapters import build_adapters, select
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.starting import first_state, summary
@@ -43,11 +42,7 @@ def files(base):
         f"lora_unet_double_blocks_0_img_mlp_0.lora_{side}.weight": torch.ones(2, 2) for side in ("up", "down")
     }
     save_file(flux, base / "models" / "loras" / "flux.safetensors")
-    folder = base / "input" / "tiny"
-    folder.mkdir(exist_ok=True)
-    for colour in ("red", "green"):
-        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
-        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    four_squares(base)
 
 
 @pytest.fixture

@@ -22,8 +22,13 @@ WORKFLOW = Path(graft.__file__).parent / "example_workflows" / "api" / "first_lo
 
 @pytest.fixture(scope="module", autouse=True)
 def images(base):
-    folder = base / "input" / "tiny"
-    folder.mkdir()
+    return four_squares(base)
+
+
+def four_squares(base):
+    """Write the images that `first_lora` trains on into ComfyUI's input folder."""
+    folder = base / "input" / "four_squares"
+    folder.mkdir(exist_ok=True)
     for number, colour in enumerate(("red", "green", "blue", "white")):
         Image.new("RGB", (64, 64 + 32 * (number % 2)), colour).save(folder / f"{colour}.png")
         (folder / f"{colour}.txt").write_text(f"a {colour} square")
@@ -33,7 +38,7 @@ def images(base):
 def first_lora(name, **train):
     """The shipped workflow on four small squares, with inputs of Train Steps replaced."""
     prompt = json.loads(WORKFLOW.read_text(encoding="utf-8"))
-    prompt["2"]["inputs"] |= {"folder": "tiny", "resolution": "64"}
+    prompt["2"]["inputs"] |= {"folder": "four_squares", "resolution": "64"}
     prompt["4"]["inputs"]["rank"] = 2
     prompt["5"]["inputs"] |= {"steps": 3, "batch_size": 2, "name": name, **train}
     prompt["6"]["inputs"] |= {"name": name, "dtype": "fp32"}
@@ -155,7 +160,7 @@ def test_a_saved_state_is_loaded_and_continued(execute, base):
         ("5", {"name": "../out"}, "run name: '../out"),
         ("6", {"name": "../out"}, "file name: '../out"),
         ("6", {"name": "/etc/x"}, "file name: '/etc/x"),
-        ("2", {"folder": "../tiny"}, "graft_datasets"),
+        ("2", {"folder": "../four_squares"}, "graft_datasets"),
         ("2", {"folder": "nothing here"}, "not found"),
         ("2", {"resolution": "big"}, "resolution: 'big'"),
         ("4", {"include": "no_such_layer*"}, "Layers are named like joint_blocks"),

@@ -18,16 +18,12 @@ from PIL import Image
 from graft.training.comfy import grid
 from graft.training.comfy import samples as samples_module
 
-from .test_first_lora import assert_same_lora, first_lora
+from .test_first_lora import assert_same_lora, first_lora, four_squares
 
 
 @pytest.fixture(scope="module", autouse=True)
 def images(base):
-    folder = base / "input" / "tiny"
-    folder.mkdir(exist_ok=True)
-    for number, colour in enumerate(("red", "green", "blue", "white")):
-        Image.new("RGB", (64, 64 + 32 * (number % 2)), colour).save(folder / f"{colour}.png")
-        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    four_squares(base)
 
 
 def sampled(name, *, train=None, **values):

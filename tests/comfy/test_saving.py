@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from PIL import Image
 from safetensors import safe_open
 
 from graft.nodes import output, train
-from graft.tests.comfy.test_first_lora import first_lora
+from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.training.checkpoint import open_state
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.family import family_named
@@ -21,11 +20,7 @@ from graft.training.lora_file import lora_tensors
 
 @pytest.fixture(scope="module", autouse=True)
 def images(base):
-    folder = base / "input" / "tiny"
-    folder.mkdir(exist_ok=True)
-    for colour in ("red", "green"):
-        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
-        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    four_squares(base)
 
 
 def saving(name, **inputs):
@@ -63,7 +58,7 @@ def test_the_file_says_what_it_is(execute, base):
     assert metadata["modelspec.title"] == "named" and metadata["ss_output_name"] == "saving"
     assert json.loads(metadata["trained_words"]) == ["zkw"]
     assert len(json.loads(metadata["ssmd_cover_images"])) == 1
-    assert metadata["ss_num_train_images"] == str(len(list((base / "input" / "tiny").glob("*.png"))))
+    assert metadata["ss_num_train_images"] == str(len(list((base / "input" / "four_squares").glob("*.png"))))
     assert float(metadata["ss_training_finished_at"]) > float(metadata["ss_training_started_at"]) > 1e9
     assert len(metadata["sshs_model_hash"]) == 64
 
@@ -84,7 +79,8 @@ def test_text_encoders_are_trained_and_saved_in_the_same_file(execute, base, mon
     execute(prompt)
     tensors, metadata = opened(base, "words")
     trained = {key.split("_")[1] for key, tensor in tensors.items() if key.endswith("lora_up.weight")}
-    assert trained == {"unet", "te1"} and float(metadata["ss_text_encoder_lr"]) == 0.0005
+    assert trained == {"unet", "te1"}
+    assert float(metadata["ss_text_encoder_lr"]) == prompt["5"]["inputs"]["learning_rate"] / 2
     assert all(tensor.any() for key, tensor in tensors.items() if "lora_te1" in key)
 
 

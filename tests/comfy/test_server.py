@@ -64,7 +64,7 @@ def same(a, b):
 
 
 def saving_every_step(graph):
-    settings = {"minutes": 0.0, "steps": 0, "keep": 2, "tensorboard": False}
+    settings = {"minutes": 0.0, "steps": 0, "keep": 2, "tensorboard": False, "lora": False}
     graph["90"] = {"class_type": "GraftCheckpointSettings", "inputs": settings}
     graph["5"]["inputs"]["checkpoint_settings"] = ["90", 0]
     return graph
