@@ -94,7 +94,7 @@ def prompt(draw, pool):
     node = draw.choice(ALL_NODES)
     schema = node.define_schema()
     graph = {"1": {"class_type": schema.node_id, "inputs": {}}}
-    for given in node.INPUT_TYPES().values():
+    for group, given in node.INPUT_TYPES().items():
         for name, spec in given.items():
             kind, options = spec[0], spec[1] if len(spec) > 1 and isinstance(spec[1], dict) else {}
             if kind in SOURCES and draw.random() < 0.9:
@@ -105,6 +105,8 @@ def prompt(draw, pool):
                 value = options.get("default", kind[0] if isinstance(kind, list) and kind else "")
             else:
                 value = draw.choice(pool)
+            if group == "hidden" and isinstance(value, list):
+                continue  # ComfyUI does not validate it, and a link to no node ends its own worker thread
             if draw.random() < 0.97:
                 graph["1"]["inputs"][name] = value
     graph["90"] = {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}
