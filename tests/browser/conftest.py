@@ -1,5 +1,5 @@
-"""One server and one browser for all tests here. Screenshots go to $GRAFT_ARTEFACTS, else to pytest's own
-folder.
+"""One server and one browser for each file of tests. Screenshots go to $GRAFT_ARTEFACTS, else to pytest's
+own folder.
 """
 
 import os
@@ -13,7 +13,7 @@ from graft.tests.browser.chromium import chromium
 from graft.tests.browser.editor import Editor
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """A ComfyUI with Graft, and four captioned squares in input/tiny."""
     base = tmp_path_factory.mktemp("browser-server")
@@ -27,7 +27,7 @@ def running(tmp_path_factory):
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def editor(running, tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("profile")) as page:
         yield Editor(page, running.address)

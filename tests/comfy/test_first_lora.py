@@ -116,11 +116,11 @@ def test_cancel_and_queue_again_equals_an_undisturbed_run(execute, base, monkeyp
         patch.setattr(
             comfy.model_management, "throw_exception_if_processing_interrupted", cancel_in_step_three
         )
-        execute(first_lora("cancelled", steps=4, seed=5))
-    assert steps == [1, 2] and not (base / "output" / "loras" / "cancelled.safetensors").exists()
-    execute(first_lora("cancelled", steps=4, seed=5))
+        execute(first_lora("cancelled_once", steps=4, seed=5))
+    assert steps == [1, 2] and not (base / "output" / "loras" / "cancelled_once.safetensors").exists()
+    execute(first_lora("cancelled_once", steps=4, seed=5))
     execute(first_lora("undisturbed", steps=4, seed=5))
-    assert_same_lora(base, "cancelled", "undisturbed")
+    assert_same_lora(base, "cancelled_once", "undisturbed")
 
 
 def test_an_edited_caption_trains_anew_and_encodes_only_itself(execute, base, images, steps):

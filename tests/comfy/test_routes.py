@@ -142,7 +142,7 @@ def question(draw):
 
 def test_no_request_brings_an_error_of_the_server_or_a_file_that_is_no_part_of_a_run(run):
     draw = random.Random(0)
-    before = {path: path.stat().st_mtime_ns for path in run.parents[4].rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in run.parents[3].rglob("*")}
     with watched() as opened:
         answers = ask(*(question(draw) for _ in range(CASES)))
     assert {status for status, _ in answers} <= {200, 400, 404, 405}
@@ -150,4 +150,4 @@ def test_no_request_brings_an_error_of_the_server_or_a_file_that_is_no_part_of_a
     assert not any(b"secret" in body or b"root:" in body for _, body in answers)
     allowed = {run / "log.jsonl", *(run / "samples").glob("step-*.png")}
     assert {Path(path) for path, _ in opened} <= allowed
-    assert {path: path.stat().st_mtime_ns for path in run.parents[4].rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in run.parents[3].rglob("*")} == before
