@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Collection
@@ -17,12 +18,6 @@ QUIET_SECONDS = 10.0
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as people read it: 0:42, 12:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}"
 
 
 class Bar:
@@ -68,6 +63,7 @@ class Bar:
         full = round(share * WIDTH)
         line = f"[{'#' * full}{'-' * (WIDTH - full)}]  {text}"
         if self.live:
+            line = line[: shutil.get_terminal_size().columns - 1]  # a longer one would wrap
             print("\r" + line.ljust(self.width), end="", flush=True)
             self.width = len(line)
         else:

@@ -11,7 +11,7 @@ from ..training.comfy import grid, output
 from ..training.comfy.samples import SAMPLERS, SCHEDULERS, SamplePrompts
 from ..training.comfy.session import progress_bar
 from .sockets import Samples, State, schema
-from .widgets import widget
+from .widgets import seed_input, widget
 
 
 class SamplePromptsNode(io.ComfyNode):
@@ -66,14 +66,7 @@ class SamplePromptsNode(io.ComfyNode):
                     default="simple",
                     tooltip="As in KSampler: how the steps are spread over the noise.",
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="The same seed gives every set the same noise.",
-                ),
+                seed_input("The same seed gives every set the same noise."),
                 widget(
                     SamplePrompts,
                     "walk_seed",

@@ -46,6 +46,15 @@ class Saving:
     tensorboard: bool = False
 
 
+def start_input() -> Any:
+    """Return the input "start": what a run begins with."""
+    return io.MultiType.Input(
+        "start",
+        types=[Lora, State],
+        tooltip="A fresh LoRA from Build LoRA, or a training state to continue.",
+    )
+
+
 CATEGORY = "training/graft"
 
 _FIELDS = {field.name for field in dataclasses.fields(io.Schema)}

@@ -13,7 +13,7 @@ from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.plan import every_plan, outlook
 from ..training.validation import validation_loss
-from .sockets import Dataset, Lora, Memory, Optimizer, State, schema
+from .sockets import Dataset, Memory, Optimizer, schema, start_input
 
 
 class ValidationLoss(io.ComfyNode):
@@ -57,9 +57,7 @@ class MemoryPlan(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The base, as Train Steps gets it."),
                 Dataset.Input("dataset", tooltip="From Encode Dataset: its largest bucket counts."),
-                io.MultiType.Input(
-                    "start", types=[Lora, State], tooltip="From Build LoRA, or a training state."
-                ),
+                start_input(),
                 io.Int.Input("batch_size", default=1, min=1, max=256, tooltip="Images in one step."),
                 Optimizer.Input("optimizer_settings", optional=True),
                 Memory.Input("memory_settings", optional=True),

@@ -30,7 +30,6 @@ from .sockets import (
     Checkpoints,
     Dataset,
     HeldOut,
-    Lora,
     Memory,
     Objective,
     Optimizer,
@@ -39,7 +38,9 @@ from .sockets import (
     State,
     Validation,
     schema,
+    start_input,
 )
+from .widgets import seed_input
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,7 @@ class TrainSteps(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The base. It is not changed."),
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
-                io.MultiType.Input(
-                    "start",
-                    types=[Lora, State],
-                    tooltip="A fresh LoRA from Build LoRA, or a training state to continue.",
-                ),
+                start_input(),
                 io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Optimizer steps to add."),
                 io.Int.Input(
                     "total_steps",
@@ -91,14 +88,7 @@ class TrainSteps(io.ComfyNode):
                     max=256,
                     tooltip="Images in one step; more needs more memory.",
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="The same seed and settings give the same LoRA.",
-                ),
+                seed_input("The same seed and settings give the same LoRA."),
                 io.String.Input(
                     "name", default="my_lora", tooltip="Name of the run's folder under output/graft."
                 ),

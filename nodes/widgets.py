@@ -37,6 +37,13 @@ def widget(
     return io.String.Input(name, default=default, tooltip=tooltip)
 
 
+def seed_input(tooltip: str) -> Any:
+    """Return the input "seed". It stays as it is from one queue to the next: another seed is another run."""
+    return io.Int.Input(
+        "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip=tooltip
+    )
+
+
 def advanced(input: Any) -> Any:
     """Mark an input as one that few need: editors show it on demand."""
     input.extra_dict = {**(input.extra_dict or {}), "advanced": True}

@@ -50,11 +50,11 @@ def describe(progress: Progress) -> str:
         f"step {progress.step}/{progress.total}",
         f"loss {progress.loss:.4f} (mean {progress.smoothed:.4f})",
         f"validation {progress.validation:.4f}" if progress.validation is not None else "",
+        f"{progress.seconds:.2f} s/step",
+        f"{clock(progress.time_left)} left" if math.isfinite(progress.time_left) else "",
         f"lr {progress.lr:.2e}",
         f"gradient {progress.grad_norm:.3g}",
-        f"{progress.seconds:.2f} s/step",
         f"{progress.memory / 2**30:.1f} GB" if progress.memory else "",
-        f"{clock(progress.time_left)} left" if math.isfinite(progress.time_left) else "",
     ]
     return "  ".join(part for part in parts if part)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 
+from ..log import describe
 from ..loop import STOP, OnStep, Progress
 from ..model import OnProgress
 from .versions import running_server
@@ -85,8 +85,8 @@ def session(
         if now - logged > 0.5 or progress.step == last:
             logged = now
             if workflow is None:  # otherwise the editor shows more than a line
-                _send_text(line(progress), node_id)
-            log.info("Graft: %s", line(progress))
+                _send_text(describe(progress), node_id)
+            log.info("Graft: %s", describe(progress))
         comfy.model_management.throw_exception_if_processing_interrupted()
         return STOP if live.finishing else None
 
@@ -108,24 +108,6 @@ def progress_bar() -> Iterator[OnProgress]:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     yield on_progress
-
-
-def line(progress: Progress) -> str:
-    """Return a step in one line, as node and console show it."""
-    validation = f"  validation {progress.validation:.4f}" if progress.validation is not None else ""
-    return (
-        f"step {progress.step}/{progress.total}  loss {progress.smoothed:.4f}{validation}  "
-        f"{progress.seconds:.2f} s/step  {clock(progress.time_left)} left"
-    )
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as people read it: 0:42, 12:05, 1:02:03; "-" while it is not known."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _send_text(text: str, node_id: str | None) -> None:

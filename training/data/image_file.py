@@ -13,10 +13,12 @@ import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from PIL import Image, ImageFile, UnidentifiedImageError
-from PIL.TiffImagePlugin import TiffImageFile
+
+if TYPE_CHECKING:
+    from PIL.TiffImagePlugin import TiffImageFile
 
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif"))
 MIN_SIDE = 8
@@ -175,8 +177,8 @@ def _looks_complete(path: Path, image: Image.Image) -> bool:
             return int.from_bytes(head[4:8], "little") + 8 <= size
         if image.format in ("BMP", "DIB"):
             return int.from_bytes(head[2:6], "little") <= size
-        if isinstance(image, TiffImageFile):
-            return _tiff_end(image) <= size
+        if image.format == "TIFF":
+            return _tiff_end(cast("TiffImageFile", image)) <= size
         return image.format == "AVIF" and _boxes_end(file) == size
 
 
