@@ -72,6 +72,15 @@ class SamplePromptsNode(io.ComfyNode):
                     "walk_seed",
                     "Another seed for every set. Otherwise sets differ by the training alone.",
                 ),
+                widget(
+                    SamplePrompts,
+                    "guidance",
+                    "Guidance input of guidance-distilled models (Flux Dev), as Flux Guidance sets it; "
+                    "-1 leaves the model's, 3.5 for Flux Dev.",
+                    low=-1,
+                    high=100,
+                    step=0.1,
+                ),
             ],
             outputs=[Samples.Output("sample_prompts")],
         )

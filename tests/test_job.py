@@ -258,15 +258,21 @@ def test_keys_that_contradict_one_another_are_refused(tmp_path):
         compile_job(flux, tmp_path)
 
 
-def test_flux_is_drawn_without_guidance_and_sampling_can_be_switched_off(tmp_path):
-    flux = document("sample.guidance_scale", 3.5)
+def test_the_guidance_scale_of_flux_is_its_distilled_one(tmp_path):
+    flux = document("sample.guidance_scale", 4)
+    assert setting(compile_job(flux, tmp_path), "sample.guidance") == -1.0
     flux["config"]["process"][0]["model"]["is_flux"] = True
-    assert setting(compile_job(flux, tmp_path), "sample.cfg") == 1.0
-    flux["config"]["process"][0]["sample"]["guidance_scale"] = 4
-    with pytest.raises(ValueError, match="guidance_scale"):
-        compile_job(flux, tmp_path)
-    flux["config"]["process"][0] |= {"train": {"disable_sampling": True}, "model": {"name_or_path": "b.sft"}}
-    assert not compile_job(flux, tmp_path).nodes("GraftSamplePrompts")
+    job = compile_job(flux, tmp_path)
+    assert (setting(job, "sample.cfg"), setting(job, "sample.guidance")) == (1.0, 4.0)
+    del flux["config"]["process"][0]["sample"]["guidance_scale"]
+    job = compile_job(flux, tmp_path)
+    assert (setting(job, "sample.cfg"), setting(job, "sample.guidance")) == (1.0, -1.0)
+
+
+def test_sampling_can_be_switched_off(tmp_path):
+    off = document("sample.guidance_scale", 4)
+    off["config"]["process"][0]["train"] = {"disable_sampling": True}
+    assert not compile_job(off, tmp_path).nodes("GraftSamplePrompts")
 
 
 def test_several_datasets_are_joined_with_their_own_settings(tmp_path):

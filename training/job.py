@@ -150,13 +150,10 @@ def derive(settings: Settings) -> Settings:
             f"train.noise_scheduler: {scheduler!r} does not go with model.arch {arch!r}, which is trained by "
             f"{NOISE[arch]!r}; leave it out: the model decides."
         )
-    if arch == "flux" and "sample.cfg" in done:
-        if done["sample.cfg"] not in (1.0, 3.5):
-            raise ValueError(
-                "sample.guidance_scale: Flux is drawn without classifier-free guidance, at its own guidance "
-                "of 3.5; set it to 3.5."
-            )
+    if arch == "flux" and any(name.startswith("sample.") for name in done):
         done["sample.cfg"] = 1.0
+    if "guidance_scale" in may:
+        done["sample.guidance" if arch == "flux" else "sample.cfg"] = may["guidance_scale"]
     if may.get("disable_sampling") or not any(key.startswith("sample.") for key in done):
         done = {key: value for key, value in done.items() if not key.startswith("sample.")}
     elif not done.get("sample.prompts"):

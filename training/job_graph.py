@@ -178,7 +178,7 @@ NODES: Mapping[str, Node] = {
         {
             "prompts": "", "negative": "", "every": 100, "before_training": True, "width": 1024,
             "height": 1024, "steps": 20, "cfg": 4.0, "sampler": "euler", "scheduler": "simple", "seed": 0,
-            "walk_seed": False,
+            "walk_seed": False, "guidance": -1.0,
         },
     ),
     "train": Node(

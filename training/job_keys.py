@@ -270,7 +270,7 @@ KEYS: Mapping[str, Read] = {
     "sample.neg": to("sample.negative", text),
     "sample.seed": to("sample.seed", whole),
     "sample.walk_seed": to("sample.walk_seed", flag),
-    "sample.guidance_scale": to("sample.cfg", number),
+    "sample.guidance_scale": to("may.guidance_scale", number),
     "sample.sample_steps": to("sample.steps", whole),
     "tread.enabled": only(False, TREAD),
     "tread.mask": refused(TREAD),

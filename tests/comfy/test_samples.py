@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import types
 
 import comfy.model_management
 import comfy.sample
@@ -19,6 +20,7 @@ from graft.training.comfy import grid
 from graft.training.comfy import samples as samples_module
 
 from .test_first_lora import assert_same_lora, first_lora, four_squares
+from .tiny_models import TINY
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,6 +45,7 @@ def sampled(name, *, train=None, **values):
         "scheduler": "simple",
         "seed": 3,
         "walk_seed": False,
+        "guidance": -1.0,
         **values,
     }
     prompt["40"] = {
@@ -172,6 +175,49 @@ def test_cancel_inside_the_sampler_keeps_the_step_and_the_samples_are_made_up_fo
     execute(sampled("cancelled_samples", before_training=False))
     assert_as_without_samples(execute, base, "cancelled_samples")
     assert len(drawn(base, "cancelled_samples")) == 4
+
+
+class EncodesByLength:
+    """Stands for a CLIP."""
+
+    def tokenize(self, text):
+        return text
+
+    def encode_from_tokens_scheduled(self, tokens):
+        return [[torch.full((1, 4, 32), float(len(tokens))), {"pooled_output": torch.zeros(1, 32)}]]
+
+
+def conditionings(monkeypatch, **values):
+    """What the sampler is given for the prompt "a cat" and for the negative one."""
+    caught = []
+
+    def caught_instead(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, **options):
+        caught.extend((positive, negative))
+        raise KeyboardInterrupt
+
+    vae = types.SimpleNamespace(spacial_compression_encode=lambda: 8)
+    plan = samples_module.SamplePrompts(EncodesByLength(), vae, ("a cat",), **values)
+    monkeypatch.setattr(comfy.sample, "sample", caught_instead)
+    with pytest.raises(KeyboardInterrupt):
+        samples_module._sample(plan, TINY["flux"](), plan.clip, "a cat", 0, 64, 64)
+    return caught
+
+
+def test_guidance_is_set_as_the_flux_guidance_node_sets_it(monkeypatch):
+    from comfy_extras.nodes_flux import FluxGuidance
+
+    plain = [EncodesByLength().encode_from_tokens_scheduled(text) for text in ("a cat", "")]
+    guided = [FluxGuidance.execute(conditioning, 2.5).args[0] for conditioning in plain]
+    assert str(conditionings(monkeypatch)) == str(plain)
+    assert str(conditionings(monkeypatch, guidance=2.5)) == str(guided) != str(plain)
+    with pytest.raises(ValueError, match="guidance must be 0 or more"):
+        conditionings(monkeypatch, guidance=-0.5)
+
+
+def test_guidance_for_a_model_without_one_is_said_to_be_without_effect(execute, caplog):
+    with caplog.at_level(logging.WARNING):
+        execute(sampled("guided", guidance=3.0, every=4, before_training=False, prompts="a square"))
+    assert "guidance 3 of Sample Prompts: SD3.5 Large takes none" in caplog.text
 
 
 def saved(base, name):

@@ -80,7 +80,9 @@ def checkpoint_grid(
         Column(prompt.replace("[trigger]", trigger), "", images)
         for prompt, images in zip(plan.prompts, drawn, strict=True)
     ]
-    subtitle = f"{plan.steps} steps, cfg {plan.cfg:g}, {plan.sampler}, {plan.scheduler}, seed {plan.seed}"
+    guidance = f", guidance {plan.guidance:g}" if plan.guidance >= 0 else ""
+    subtitle = f"{plan.steps} steps, cfg {plan.cfg:g}{guidance}, {plan.sampler}, {plan.scheduler}"
+    subtitle += f", seed {plan.seed}"
     height = min(plan.height, LARGEST_PICTURE)
     return sample_grid(columns, rows, title=_title(handle), subtitle=subtitle, height=height)
 

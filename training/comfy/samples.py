@@ -19,6 +19,7 @@ import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.utils
+import node_helpers
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -60,12 +61,16 @@ class SamplePrompts:
     seed: int = 0
     walk_seed: bool = False
     """Another seed for every set; otherwise sets differ by the training alone."""
+    guidance: float = -1.0
+    """Guidance input of guidance-distilled models, as Flux Guidance sets it; -1 leaves the model's."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ValueError("Sample Prompts: there is no prompt; write one a line.")
         if self.clip is None or self.vae is None:
             raise ValueError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
+        if not (self.guidance >= 0 or self.guidance == -1):
+            raise ValueError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
 
 
 @dataclass
@@ -139,6 +144,8 @@ def pictures(
     strength: float = 1.0,
 ) -> Iterator[Image.Image | None]:
     """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
+    if plan.guidance >= 0 and family.guidance is None:
+        log.warning("Graft: guidance %g of Sample Prompts: %s takes none.", plan.guidance, family.name)
     patched, clip = with_lora(model, plan.clip, state, family, strength)
     seed = plan.seed + (state.step if plan.walk_seed else 0)
     for prompt in plan.prompts:
@@ -169,9 +176,7 @@ def _sample(
     def on_step(*_: Any) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
-    positive, negative = (
-        clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in (prompt, plan.negative)
-    )
+    positive, negative = (_conditioning(plan, clip, text) for text in (prompt, plan.negative))
     reduction = int(plan.vae.spacial_compression_encode())
     channels = model.get_model_object("latent_format").latent_channels
     latent = torch.zeros(1, channels, height // reduction, width // reduction)
@@ -193,6 +198,13 @@ def _sample(
     pixels = plan.vae.decode(samples)  # in tiles where the whole does not fit
     pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
     return Image.fromarray((pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy())
+
+
+def _conditioning(plan: SamplePrompts, clip: Any, text: str) -> Any:
+    encoded = clip.encode_from_tokens_scheduled(clip.tokenize(text))
+    if plan.guidance < 0:
+        return encoded
+    return node_helpers.conditioning_set_values(encoded, {"guidance": plan.guidance})
 
 
 def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:
