@@ -35,7 +35,6 @@ HONOURED = {
     "network.linear": (8, {"lora.rank": 8}),
     "network.linear_alpha": (4, {"lora.alpha": 4.0}),
     "network.conv": (16, {"lora.targets": "all"}),
-    "network.conv_alpha": (16, {}),
     "network.dropout": (0.1, {"lora_settings.dropout": 0.1}),
     "network.lokr_factor": (-1, {"lora_settings.factor": -1}),
     "network.network_kwargs.lr_if_contains": (
@@ -87,6 +86,7 @@ HONOURED = {
     "model.is_xl": (True, {}),
     "model.is_auraflow": (False, {}),
     "model.quantize": (True, {"memory.base": "fp8"}),
+    "model.compile": (True, {"memory.compile": True}),
     "model.low_vram": (True, {"memory.base": "offload"}),
     "model.vae_path": ("ae.safetensors", {"base.vae": "ae.safetensors"}),
     **{
@@ -115,8 +115,8 @@ REFUSED = {
     "meta.flux_sigma_max": 50,
     "meta.flux_ckpt_dir": "x",
     "network.type": "oft",
-    "network.conv": 4,
     "network.conv_alpha": 3,
+    "network.conv": "many",
     "network.ramp_double_blocks": True,
     "network.ramp_target_lr": 1.5e-6,
     "network.ramp_warmup_steps": 1000,
@@ -267,6 +267,16 @@ def test_the_guidance_scale_of_flux_is_its_distilled_one(tmp_path):
     del flux["config"]["process"][0]["sample"]["guidance_scale"]
     job = compile_job(flux, tmp_path)
     assert (setting(job, "sample.cfg"), setting(job, "sample.guidance")) == (1.0, -1.0)
+
+
+def test_convolutions_get_a_rank_and_an_alpha_of_their_own(tmp_path):
+    network = {"linear": 16, "linear_alpha": 8, "conv": 4, "conv_alpha": 2}
+    job = compile_job(document("network", network), tmp_path)
+    assert setting(job, "lora.rank") == 16 and setting(job, "lora.alpha") == 8.0
+    assert "*.in_layers.2 = 4\n" in setting(job, "lora_settings.ranks")
+    assert "*.in_layers.2 = 2\n" in setting(job, "lora_settings.alphas")
+    same = compile_job(document("network", {"linear": 16, "conv": 16}), tmp_path)
+    assert not same.nodes("GraftLoraSettings")
 
 
 def test_sampling_can_be_switched_off(tmp_path):

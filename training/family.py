@@ -137,6 +137,12 @@ def _distilled(name: str) -> str:
     )
 
 
+CONVOLUTIONS = (
+    *("input_blocks.0.0", "*.in_layers.2", "*.out_layers.3", "input_blocks.*.op", "output_blocks.*.conv"),
+    *("out.2", "x_embedder.proj"),
+)
+"""Patterns of the convolutions larger than 1x1, in U-Nets and SD3."""
+
 _EVERYTHING = {"linear": ("*",), "all": ("*",)}
 
 _MMDIT_ATTENTION = ("joint_blocks.*.*_block.attn*.qkv", "joint_blocks.*.*_block.attn*.proj")

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from .config import unknown_key
+from .family import CONVOLUTIONS
 from .job_graph import NODES, Prompt, graph
 from .job_keys import DATASET_KEYS, KEYS, NOISE, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
 
@@ -143,7 +144,7 @@ def derive(settings: Settings) -> Settings:
         done["memory.base"] = "offload"
     if may.get("quantize"):
         done["memory.base"] = "fp8"
-    _check_conv(done, may)
+    _train_convolutions(done, may)
     scheduler = may.get("noise_scheduler")
     if arch and scheduler and NOISE[arch] != scheduler:
         raise ValueError(
@@ -163,20 +164,22 @@ def derive(settings: Settings) -> Settings:
     return done | {"train.name": name, "save.name": name}
 
 
-def _check_conv(done: Settings, may: Mapping[str, Any]) -> None:
-    """Train convolutions too, where the file gives them a rank: the one that linear layers have."""
+def _train_convolutions(done: Settings, may: Mapping[str, Any]) -> None:
+    """Train convolutions too, where the file gives them a rank; their alpha is by default the same.
+
+    1x1 convolutions count as linear layers (ai-toolkit, toolkit/lora_special.py).
+    """
+    if "conv" not in may:
+        if "conv_alpha" in may:
+            raise ValueError("network.conv_alpha: needs network.conv, the rank of convolutions.")
+        return
     rank = done.get("lora.rank", NODES["lora"].inputs["rank"])
-    alpha = done.get("lora.alpha", rank) or rank
-    if "conv" in may and may["conv"] != rank:
-        raise ValueError(
-            f"network.conv: convolutions get the rank of linear layers, {rank}; write conv: {rank}."
-        )
-    if "conv_alpha" in may and may["conv_alpha"] != alpha:
-        raise ValueError(
-            f"network.conv_alpha: it is that of linear layers, {alpha:g}; write it, or leave it out."
-        )
-    if "conv" in may:
-        done["lora.targets"] = "all"
+    conv, alpha = may["conv"], done.get("lora.alpha") or rank
+    conv_alpha = may.get("conv_alpha") or conv
+    done["lora.targets"] = "all"
+    for name, value, linear in (("ranks", conv, rank), ("alphas", conv_alpha, alpha)):
+        if value != linear:
+            done[f"lora_settings.{name}"] = "\n".join(f"{part} = {value:g}" for part in CONVOLUTIONS)
 
 
 class _Places:

@@ -13,7 +13,7 @@ import torch
 
 from graft.tests.comfy.tiny_models import FILES, TINY, state_dict
 from graft.training import rng
-from graft.training.adapters import attach, restore_adapters, select
+from graft.training.adapters import attach, matches, restore_adapters, select
 from graft.training.comfy.denoiser import ComfyDenoiser, sdpa
 from graft.training.comfy.differentiable import differentiable
 from graft.training.comfy.versions import training_mode
@@ -25,6 +25,7 @@ from graft.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from graft.training.family import CONVOLUTIONS
 from graft.training.loop import initial_state, train
 from graft.training.lora_file import lora_tensors
 from graft.training.objective import loss, noised
@@ -121,6 +122,13 @@ def test_unets_and_only_networks_with_convolutions_train_them_under_all():
         specs = ComfyDenoiser(TINY[name]()).specs
         kinds = {spec.kind for spec in specs.values()}
         assert ("conv2d" in kinds) == extra
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "sd35m", "sdxl", "sd15", "chroma"])
+def test_the_patterns_of_convolutions_match_all_that_are_larger_than_1x1_and_nothing_else(name):
+    specs = ComfyDenoiser(TINY[name]()).specs
+    larger = {path for path, spec in specs.items() if len(spec.shape) > 2 and max(spec.shape[2:]) > 1}
+    assert {path for path in specs if matches(path, CONVOLUTIONS)} == larger
 
 
 # Training
