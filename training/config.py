@@ -361,6 +361,8 @@ class MemoryConfig:
     keeps them on the device if they fit and in host memory if not; it never rounds them."""
     budget_gb: float = 0.0
     """Memory of the device that the run may take, in GiB; 0 is all that is free."""
+    compile: bool = False
+    """Whether the repeated blocks are compiled (`memory.compiling`); changes how numbers are rounded."""
 
     def __post_init__(self) -> None:
         _require(
@@ -372,7 +374,7 @@ class MemoryConfig:
         """Return the settings that change what comes out of a run: how numbers are rounded, not where they
         are."""
         rounds = self.base not in ("resident", "offload")
-        return MemoryConfig(dtype=self.dtype, base=self.base if rounds else "auto")
+        return MemoryConfig(dtype=self.dtype, base=self.base if rounds else "auto", compile=self.compile)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ NODES: Mapping[str, Node] = {
         "Memory Settings",
         {
             "precision": _memory.dtype, "checkpointing": _memory.checkpointing, "base": _memory.base,
-            "budget_gb": _memory.budget_gb,
+            "budget_gb": _memory.budget_gb, "compile": _memory.compile,
         },
     ),
     "checkpoints": Node(

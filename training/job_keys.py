@@ -260,6 +260,7 @@ KEYS: Mapping[str, Read] = {
     "model.is_auraflow": only(False, "AuraFlow was not tried"),
     "model.quantize": to("may.quantize", flag),
     "model.low_vram": to("may.low_vram", flag),
+    "model.compile": to("memory.compile", flag),
     "model.vae_path": to("base.vae", text),
     **{f"model.{key}": to(f"base.{key}", text) for key in TEXT_ENCODERS},
     "sample.sampler": to("sample.sampler", one_of(SAMPLER_NAMES)),

@@ -112,8 +112,9 @@ def train(
     dtype = compute_dtype(config.memory, denoiser.device)
     adapted = {path: denoiser.specs[path] for path in work.adapters}
     plans = fitting(denoiser, adapted, config, largest_batch(dataset, config))
-    with Placement(denoiser, work.adapters, plans, dtype) as placement:
-        measure(denoiser, validation, work)  # the run may have been interrupted before it could
+    with Placement(denoiser, work.adapters, plans, dtype, compile=config.memory.compile) as placement:
+        held_out = partial(measure, denoiser, validation, work)
+        placement.retrying(held_out, work.parameters)  # the run may have been interrupted before it could
         while work.step < clock.last and not is_over(config.validation, work.validations):
             clock.step_begins()
             step = work.step
@@ -123,7 +124,7 @@ def train(
             coverage.look(step)
             work.optimize(lr, loss)
             clock.step_ends()
-            validated = measure(denoiser, validation, work)
+            validated = placement.retrying(held_out, work.parameters)
             report = Progress(
                 step=work.step,
                 loss=loss,

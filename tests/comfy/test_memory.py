@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from graft.tests.comfy.tiny_models import TINY
 from graft.tests.memory.helpers import measured, step_gradients
 from graft.training.adapters import select
 from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.config import AdapterConfig, TrainConfig
+from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
+from graft.training.memory import compiling
 from graft.training.memory.checkpointing import MODES
 from graft.training.memory.forecast import forecast
 from graft.training.memory.plan import fits_surely
@@ -25,6 +29,21 @@ def test_every_family_has_the_same_gradients_in_every_checkpointing_mode(name):
         again, gradients = step_gradients(denoiser, batch, CONFIG, mode)
         assert value == again, mode
         assert all(g is None or torch.equal(gradients[name], g) for name, g in expected.items()), mode
+
+
+@pytest.mark.parametrize("name", ["sd35m", "flux", "sdxl"])
+def test_compiled_blocks_have_the_same_gradients(name, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
+    value, expected = step_gradients(denoiser, batch, CONFIG)
+    again, gradients = step_gradients(denoiser, batch, replace(CONFIG, memory=MemoryConfig(compile=True)))
+    assert counters["stats"]["unique_graphs"] > 1 and not counters["graph_break"]
+    assert again == pytest.approx(value, rel=1e-5)
+    for name, gradient in expected.items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 FORESEEN = {name: size for name in TINY for size in ((16, 16), (8, 12)) if name not in ("lumina2", "zimage")}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from graft.training.adapters import attach, draws, restore_adapters
 from graft.training.loop import initial_state
 from graft.training.memory.checkpointing import checkpointed
+from graft.training.memory.compiling import compiled
 from graft.training.memory.live import LiveTensors
 from graft.training.objective import loss
 
@@ -28,7 +31,7 @@ def saved_bytes(compute):
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), result
 
 
-def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32, around=None):
+def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
     """Return the loss and the gradient of every adapter weight, away from the start where most are 0."""
     state = initial_state(denoiser, config)
     generator = torch.Generator().manual_seed(1)
@@ -36,7 +39,8 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32, ar
     adapters = restore_adapters(denoiser.specs, state.adapter, weights, denoiser.device)
     with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
-        with attach(base.layers, adapters), checkpointed(base.module, units, mode), draws(0, 0):
+        blocks = compiled(base.module, units) if config.memory.compile else nullcontext()
+        with attach(base.layers, adapters), blocks, checkpointed(base.module, units, mode), draws(0, 0):
             value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
             value.backward()
     return value.item(), {f"{p}.{n}": t.grad for p, a in adapters.items() for n, t in a.named_parameters()}

@@ -1,7 +1,8 @@
 """The base as a run holds it: by one plan of a list, and by the next one when memory runs out.
 
 A step that ran out of memory is computed again by the next plan. Plans of one list only move data or compute
-it twice, so the run ends in the state that a larger device would have given, bit for bit.
+it twice, so the run ends in the state that a larger device would have given, bit for bit. Where compiling
+fails, the run goes on without.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from ..adapters import Adapter, attach
 from ..model import Denoiser, HeldBase
 from .checkpointing import checkpointed
+from .compiling import compiled, is_compile_error
 from .plan import Plan
 
 T = TypeVar("T")
@@ -38,12 +40,16 @@ class Placement:
         adapters: Mapping[str, Adapter],
         plans: Sequence[Plan],
         dtype: torch.dtype,
+        *,
+        compile: bool = False,
     ) -> None:
         self.denoiser = denoiser
         self.adapters = adapters
         self.plans = list(plans)
         """What is left to try; the first one holds."""
         self.dtype = dtype
+        self.compile = compile
+        """Whether the blocks are compiled; no longer once that has failed."""
         self.base: HeldBase | None = None
         self._held = ExitStack()
 
@@ -57,8 +63,8 @@ class Placement:
                 self._hold()
                 return self
             except (RuntimeError, MemoryError) as error:
-                self._require_another(error)
-            self._drop_plan()
+                remedy = self._remedy(error)
+            remedy()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -74,7 +80,8 @@ class Placement:
         self.__enter__()
 
     def retrying(self, compute: Callable[[], T], parameters: Mapping[str, nn.Parameter]) -> T:
-        """Return what `compute` does, by the next plan whenever memory runs out.
+        """Return what `compute` does: by the next plan whenever memory runs out, and without compiling where
+        that fails.
 
         Gradients that an attempt left on `parameters` are dropped. Raises ValueError when there is no other
         plan.
@@ -83,12 +90,12 @@ class Placement:
             try:
                 return compute()
             except (RuntimeError, MemoryError) as error:
-                self._require_another(error)
+                remedy = self._remedy(error)
             # Outside the handler: what failed is not kept alive by its traceback.
             for parameter in parameters.values():
                 parameter.grad = None
             self.__exit__(None, None, None)
-            self._drop_plan()
+            remedy()
             self.__enter__()
 
     def _hold(self) -> None:
@@ -96,11 +103,19 @@ class Placement:
             base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base))
             held.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
+            if self.compile:
+                held.enter_context(compiled(base.module, units))
             held.enter_context(checkpointed(base.module, units, self.plan.checkpointing))
             self.base, self._held = base, held.pop_all()
 
-    def _require_another(self, error: RuntimeError | MemoryError) -> None:
-        """Raise `error` if it is about something else, and ValueError if there is no plan left."""
+    def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
+        """Return what to change before another attempt.
+
+        Raises `error` where nothing helps, and ValueError if memory ran out and there is no plan left.
+        """
+        if self.compile and is_compile_error(error):
+            log.warning("Graft: torch.compile failed; training goes on without it, slower. %s", error)
+            return self._stop_compiling
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
@@ -109,6 +124,10 @@ class Placement:
                 "Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'; or train smaller "
                 "images, a smaller batch or a lower rank."
             ) from error
+        return self._drop_plan
+
+    def _stop_compiling(self) -> None:
+        self.compile = False
 
     def _drop_plan(self) -> None:
         gc.collect()
