@@ -61,6 +61,11 @@ _FIELDS = {field.name for field in dataclasses.fields(io.Schema)}
 
 
 def schema(**values: Any) -> io.Schema:
-    """Build a Schema, leaving out fields that this ComfyUI does not have (0.3.75 knows no search aliases)."""
+    """Build a Schema without the fields that this ComfyUI does not have (0.3.75 knows no search aliases).
+
+    Outputs are shown by their ids, as newer ComfyUI does; 0.3.75 would show their types.
+    """
     values.setdefault("category", CATEGORY)
+    for output in values.get("outputs", ()):
+        output.display_name = output.display_name or output.id
     return io.Schema(**{name: value for name, value in values.items() if name in _FIELDS})

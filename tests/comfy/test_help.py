@@ -59,6 +59,14 @@ def test_english_names_are_those_of_the_schemas():
         assert {k: v["name"] for k, v in english[node]["inputs"].items()} == {
             name: name.replace("_", " ") for name in inputs(schema)
         }
+        shown = {str(i): output.display_name.replace("_", " ") for i, output in enumerate(schema.outputs)}
+        given = {number: output["name"] for number, output in english[node].get("outputs", {}).items()}
+        assert {**shown, **given} == shown
+
+
+def test_no_output_is_shown_by_the_name_of_a_type_that_only_graft_has():
+    shown = [name for node in ALL_NODES for name in node.RETURN_NAMES]
+    assert "state" in shown and not [name for name in shown if name.startswith("GRAFT_")]
 
 
 def test_every_widget_has_a_tooltip_and_every_node_a_description():
