@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,34 @@ def test_a_job_trains_on_a_server_without_an_editor_and_costs_nothing_again(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out" / "loras" / "job.safetensors").exists()
     assert len(list((tmp_path / "out" / "graft").glob("job-*/checkpoints/step-*"))) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Python cannot send Ctrl-C to one process there")
+def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path):
+    file, log = tmp_path / "job.yaml", "out/graft/job-*/log.jsonl"
+    job = small(tmp_path / "squares", training_folder="out", device="cpu")
+    job["config"]["process"][0]["train"]["steps"] = 5000
+    file.write_text(json.dumps(job))
+    command = [sys.executable, "-c", CLI, str(ROOT), "train", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not any(
+            found.read_text().count("\n") > 3 for found in tmp_path.glob(log)
+        ):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert "the same command goes on from there" in process.communicate(timeout=300)[0]
+    assert process.returncode == 130
+    (reached,) = (int(path.name[5:]) for path in tmp_path.glob("out/graft/job-*/checkpoints/step-*"))
+    job["config"]["process"][0]["train"]["steps"] = reached + 3
+    file.write_text(json.dumps(job))
+    subprocess.run(command, check=True, capture_output=True)
+    (found,) = tmp_path.glob(log)
+    assert 3 < reached < 5000 and steps(found) == list(range(1, reached + 4))
+    assert (tmp_path / "out" / "loras" / "job.safetensors").exists()
+
+
+def steps(log):
+    return [json.loads(line)["step"] for line in log.read_text().splitlines()]
 
 
 CLI = """
