@@ -1,7 +1,8 @@
 """What a step will keep and compute, found without computing it.
 
 The model's own forward and backward pass runs on fake tensors, which have shapes and no numbers, with the
-adapters attached and the blocks checkpointed as they will be. Nothing is known of the network but that.
+adapters attached and the blocks checkpointed as they will be. Nothing is known of the network but that. Whole
+numbers are real: networks make shapes of them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..adapters import attach, build_adapters
 from ..config import AdapterConfig
@@ -52,13 +54,13 @@ def forecast(
     """Return what a step over `batch` takes with adapters on the `adapted` layers, checkpointed by `mode`.
 
     Block inputs that "block-offload" moves to host memory are left out, whichever device this is.
-    Raises RuntimeError where the network does what fake tensors cannot: depend on numbers.
+    Raises RuntimeError where shapes depend on floating-point numbers.
     """
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
         stack.enter_context(untouched(base.module))
         stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_EveryMaskHolds())  # type: ignore[no-untyped-call]
+        stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
         with denoiser.device:
@@ -114,24 +116,46 @@ def _noting(sizes: list[int]) -> Callable[..., None]:
     return note
 
 
-class _EveryMaskHolds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a mask, whose values are not known, select everything: the most that it can keep."""
+class _WithNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes whole numbers and masks for real, so that shapes may depend on them: on the length of a
+    caption, say. A mask that comes of fake numbers selects everything, the most that it can keep.
+    """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_real(args, kwargs):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
         operation = function.overloadpacket
         if operation in INDEXING:
             args = (args[0], [part for index in args[1] for part in _positions(index)], *args[2:])
         if operation is torch.ops.aten._local_scalar_dense and args[0].dtype == torch.bool:
             return True
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _is_real(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether an operation is on real masks or whole numbers alone, or makes whole numbers."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return kwargs.get("dtype") in (torch.bool, torch.int32, torch.int64)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return False
+    return all(tensor.numel() <= MASK or not tensor.is_floating_point() for tensor in tensors)
+
+
+MASK = 4096
+"""Most elements of a text's mask; encoders give it as floating-point numbers too."""
 
 
 def _positions(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return an index as it is, and a mask as the index of each of its elements."""
+    """Return an index as it is, and a mask as the index of each element that it selects."""
     if index is None or index.dtype != torch.bool:
         return (index,)
+    if not isinstance(index, FakeTensor):
+        return torch.where(index)
     every = torch.arange(index.numel(), device=index.device)
     return tuple(torch.unravel_index(every, index.shape))
 
