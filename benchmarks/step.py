@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.headless.comfyui import start_comfyui
 from ..training.memory.live import LiveTensors
+from ..training.memory.usage import wait
 from . import base_models
 from .base_models import FULL, SMALL, BaseModel, batch_of
 from .process import peak_rss, this_benchmark
@@ -102,7 +103,7 @@ def graft(checkpointing: str) -> Callable[[Bench], Steps]:
             moments: list[float] = []
 
             def note(progress: Any) -> None:
-                _wait(bench.device)
+                wait(bench.device)
                 moments.append(bench.clock())
 
             train(denoiser, OneBatch(bench.batch), config, None, steps=count + 1, on_step=note)
@@ -157,7 +158,7 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
 
             def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
                 found = before(self, *args, **kwargs)
-                _wait(bench.device)
+                wait(bench.device)
                 moments.append(bench.clock())
                 return found
 
@@ -242,7 +243,7 @@ def timed(step: Callable[[], None], bench: Bench) -> Steps:
         moments = []
         for _ in range(count + 1):  # one to warm up, as the trainers have
             step()
-            _wait(bench.device)
+            wait(bench.device)
             moments.append(bench.clock())
         return between(moments)
 
@@ -371,8 +372,3 @@ def as_table(figures: Mapping[str, Any]) -> str:
         ratio, tensors, peak = (figures[key][name] for key in ("to_bound", "tensors_mb", "peak_mb"))
         lines.append(f"  {name:28}{figures[name]:8.3f}{ratio:10.3f}{tensors:12}{peak:9}")
     return "\n".join(lines)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

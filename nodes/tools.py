@@ -11,7 +11,8 @@ from ..training.adapters import select
 from ..training.checkpoint import StateHandle
 from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
-from ..training.memory.plan import every_plan, outlook
+from ..training.memory.outlook import outlook
+from ..training.memory.plan import every_plan
 from ..training.validation import validation_loss
 from .sockets import Dataset, Memory, Optimizer, schema, start_input
 
@@ -51,7 +52,8 @@ class MemoryPlan(io.ComfyNode):
         return schema(
             node_id="GraftMemoryPlan",
             display_name="Memory Plan",
-            description="Peak memory and time of a training step by every plan, without training.",
+            description="Peak memory and time of a training step by every plan, corrected by a step that is "
+            "measured. Nothing is trained.",
             search_aliases=["graft", "vram", "out of memory", "fits"],
             is_output_node=True,
             inputs=[

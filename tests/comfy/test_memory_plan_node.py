@@ -19,7 +19,8 @@ def test_the_node_shows_every_plan_and_what_fits():
     memory = MemoryConfig(budget_gb=0.004)
     found = MemoryPlan.execute(TINY["sd3"](), Encoded(), AdapterConfig(rank=4), 2, None, memory)
     lines = found.result[0].splitlines()
-    assert len(lines) == 2 + len(STORES) * 4 and lines[-1].endswith("of memory to use")
+    assert len(lines) == 3 + len(STORES) * 4 and lines[-1].endswith("of memory to use")
+    assert lines[-2].startswith("measured with base ")
     assert "too large" in lines[1] and found.ui["text"] == [found.result[0]]
 
 

@@ -23,7 +23,7 @@ from .forecast import Forecast, forecast
 from .precision import compute_dtype
 from .quantize import FORMATS
 from .store import STORES, bytes_of
-from .usage import free_bytes, operations_a_second
+from .usage import free_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,6 @@ GIB = 1 << 30
 RESERVE = 0.04
 """Share of the memory that is left for what no tensor accounts for: the allocator's gaps, kernels' work
 space."""
-
-REACHED = 0.5
-"""Share of a large product's speed that a whole step reaches; real steps come to 0.4 to 0.6 of it."""
-
-BANDWIDTH = 20e9
-"""Bytes a second from host memory to the device, as PCIe 4 with 16 lanes gives in practice."""
 
 OPTIMIZER_BYTES: Mapping[str, float] = {
     "adamw": 8,
@@ -80,10 +74,16 @@ class Prediction:
     step: Forecast
     moved: int = 0
     """Copied from host memory to the device in a step."""
+    correction: float = 1.0
+    """What a measured step took, divided by its forecast."""
 
     @property
     def peak(self) -> int:
-        return self.weights + self.adapters + self.step.peak
+        return self.weights + self.adapters + self.step_peak
+
+    @property
+    def step_peak(self) -> int:
+        return int(self.step.peak * self.correction)
 
     def seconds(self, flops: float, bandwidth: float) -> float:
         """Return a step's time on a device of so many operations and bytes a second; copies run beside."""
@@ -211,32 +211,6 @@ def fits_surely(
     return weights + 2 * adapter_bytes(adapted, config) + 24 * positions * widths <= budget
 
 
-def outlook(
-    denoiser: Denoiser,
-    adapted: Mapping[str, LayerSpec],
-    config: TrainConfig,
-    batch: Batch,
-    plans: Sequence[Plan],
-) -> str:
-    """Return the table of `plans` on this device, as free and as fast as it is now.
-
-    Raises ValueError for a network whose memory cannot be foreseen.
-    """
-    budget = int(config.memory.budget_gb * GIB) or free_bytes(denoiser.device)
-    predict = predictor(denoiser, adapted, config, batch)
-    try:
-        found = [predict(plan) for plan in plans]
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
-            "fastest plan and goes on with the next one when memory runs out."
-        ) from error
-    dtype = compute_dtype(config.memory, denoiser.device)
-    flops = REACHED * operations_a_second(denoiser.device, dtype)
-    free = "" if budget is None else f"\n{gib(budget)} of memory to use"
-    return table(found, budget, flops, BANDWIDTH) + free
-
-
 def gib(size: int) -> str:
     """Return a number of bytes as people read it."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
@@ -256,14 +230,11 @@ def table(
     for p in predictions:
         time = f"x {p.step.flops / fastest:.2f}" if flops is None else f"{p.seconds(flops, bandwidth):.3g} s"
         fits = "" if budget is None else "fits" if p.peak <= budget * (1 - RESERVE) else "too large"
-        sizes = (gib(size) for size in (p.weights, p.adapters, p.step.peak, p.peak))
+        sizes = (gib(size) for size in (p.weights, p.adapters, p.step_peak, p.peak))
         rows.append((p.plan.base, p.plan.checkpointing, *sizes, time, fits))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-HEAD = ("base", "checkpointing", "weights", "adapters", "step", "peak", "time", "")
 
 
 def _size(spec: LayerSpec) -> int:

@@ -1,11 +1,12 @@
-"""What a device has and what a run takes of it: memory, and operations a second."""
+"""What a device has of memory, and what a run takes of it."""
 
 from __future__ import annotations
 
-import math
-import time
+from collections.abc import Callable
 
 import torch
+
+from .live import LiveTensors
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -40,20 +41,22 @@ def _free_on_host() -> int | None:
     return int(psutil.virtual_memory().available)
 
 
-def operations_a_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations a second of a large matrix product, measured in a moment."""
-    side = 1024 if device.type == "cpu" else 4096
-    a = torch.ones(side, side, dtype=dtype, device=device)
-    best = math.inf
-    for _ in range(4):
-        _wait(device)
-        began = time.perf_counter()
-        a @ a
-        _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return 2.0 * side**3 / best
+def peak_of(compute: Callable[[], None], device: torch.device) -> int:
+    """Return the most bytes of tensors that `compute` has on `device` at once, beside those there before."""
+    if device.type in ("cuda", "xpu"):
+        counted = torch.get_device_module(device)
+        wait(device)
+        counted.reset_peak_memory_stats(device)
+        before = counted.memory_allocated(device)
+        compute()
+        wait(device)
+        return int(counted.max_memory_allocated(device) - before)
+    with LiveTensors() as live:
+        compute()
+    return int(live.peak)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Let the device finish what it was given."""
     if device.type in ("cuda", "xpu", "mps"):
         torch.get_device_module(device).synchronize()
