@@ -151,7 +151,9 @@ function line(context, series, ys, scales, toY, colour, width, dash = [], alpha 
 }
 
 function drawValidation(context, series, scales) {
-    const points = series.validation.map(([step, value]) => [scales.x(step), scales.loss.toY(value)])
+    const [steps, values] = [0, 1].map((column) => series.validation.map((pair) => pair[column]))
+    const left = scales.x(scales.first)
+    const points = thinned(steps, values, scales.first, scales.end, scales.width).map(([x, value]) => [left + x, scales.loss.toY(value)])
     context.strokeStyle = COLOURS.validation
     context.lineWidth = 1.5
     stroke(context, points)

@@ -194,16 +194,17 @@ export class Panel {
     }
 
     #render() {
-        this.#renderTexts()
         const { clientWidth: width, clientHeight: height } = this.canvas
-        if (!width || !height) return
         const zoom = this.canvas.getBoundingClientRect().width / width || 1
+        const view = this.#view()
+        this.#renderTexts() // after the last look at the layout, which it changes
+        if (!width || !height) return
         const scale = window.devicePixelRatio * Math.min(3, Math.max(1, zoom))
         const [w, h] = [Math.round(width * scale), Math.round(height * scale)]
         if (this.canvas.width !== w || this.canvas.height !== h) Object.assign(this.canvas, { width: w, height: h })
         const context = this.canvas.getContext("2d")
         context.setTransform(scale, 0, 0, scale, 0, 0)
-        draw(context, width, height, this.series, this.#view())
+        draw(context, width, height, this.series, view)
     }
 
     #renderTexts() {

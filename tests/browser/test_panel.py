@@ -166,6 +166,42 @@ def test_ten_thousand_steps_are_drawn_as_few_points_with_their_extremes(editor):
     assert found[3][0] == 0 and found[4] == pytest.approx(300)
 
 
+FRAMES = """((canvas, count) => {
+    const brush = CanvasRenderingContext2D.prototype, { lineTo, moveTo } = brush
+    const next = window.requestAnimationFrame, { left, top, width } = canvas.getBoundingClientRect()
+    let frame = null, points = 0
+    const draw = i => {
+        const place = { clientX: left + (i / count) * width, clientY: top + 20 }
+        canvas.dispatchEvent(new PointerEvent('pointermove', place))
+        const start = performance.now()
+        frame()
+        canvas.getContext('2d').getImageData(0, 0, 1, 1)
+        return performance.now() - start
+    }
+    window.requestAnimationFrame = callback => { frame = callback; return 1 }
+    try {
+        const times = Array.from({ length: count }, (_, i) => draw(i)).sort((a, b) => a - b)
+        for (const [name, plain] of Object.entries({ lineTo, moveTo }))
+            brush[name] = function (...at) { points++; plain.apply(this, at) }
+        draw(count / 2)
+        return [points, canvas.clientWidth, times[count >> 1]]
+    } finally {
+        window.requestAnimationFrame = next
+        Object.assign(brush, { lineTo, moveTo })
+        canvas.dispatchEvent(new PointerEvent('pointerleave'))
+    }
+})"""
+"""(canvas, count) -> points put on the canvas in a frame, its width in pixels, and the median over `count`
+frames of the ms from the callback's start to the last pixel drawn."""
+
+
+def test_a_frame_draws_as_many_points_as_there_are_pixels_and_not_as_there_are_steps(editor):
+    canvas = f"(node => {SHADOW}.querySelector('canvas'))(app.graph.getNodeById({TRAIN}))"
+    points, width, median = editor.page.evaluate(f"{FRAMES}({canvas}, 500)")
+    print(f"a frame of {STEPS} steps, {width} pixels wide: {points} points, {median:.2f} ms")
+    assert width < points < 3 * 4 * width < 3 * STEPS
+
+
 def test_a_run_inside_a_subgraph_is_shown_there(editor):
     editor.set(TRAIN, steps=3, name="inside")
     editor.page.evaluate(
