@@ -55,11 +55,11 @@ export function thinned(steps, ys, first, end, width) {
     for (let i = 0; i < steps.length; ) {
         const until = first + (Math.floor((steps[i] - first) * perStep) + 1) / perStep
         const start = i
-        let low = -1
-        let high = -1
+        let [low, lowest, high, highest] = [-1, Infinity, -1, -Infinity]
         do {
-            if (ys[i] < ys[low] || (low < 0 && ys[i] === ys[i])) low = i
-            if (ys[i] > ys[high] || (high < 0 && ys[i] === ys[i])) high = i
+            const y = ys[i]
+            if (y < lowest) [low, lowest] = [i, y]
+            if (y > highest) [high, highest] = [i, y]
             i++
         } while (i < steps.length && steps[i] < until)
         if (low < 0) points.push(null)

@@ -152,6 +152,9 @@ def test_no_prompt_ends_the_server_or_leads_out_of_its_folders(watched_server):
     assert failed == []
     assert len(queued) > PROMPTS // 20
     messages = [message(running, known, graph) for known, graph in queued.items()]
+    print(
+        f"{PROMPTS} prompts: {len(queued)} accepted, of which {messages.count('done')} ended without an error"
+    )
     assert running.process.poll() is None and running.object_info()["GraftTrainSteps"]
     assert "done" in messages and any(text != "done" for text in messages)
     assert notes.read_text() == ""
