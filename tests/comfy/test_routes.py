@@ -76,6 +76,14 @@ def test_the_log_comes_from_a_byte_on(run):
     assert get(f"/graft/log?run={RUN}&start={later['next']}")["start"] == 0
 
 
+def test_a_run_that_has_begun_has_nothing_before_its_first_step(run):
+    with session.session("people/begun-0", first=0, last=9):
+        assert get("/graft/log?run=people/begun-0")["entries"] == []
+        assert get("/graft/files?run=people/begun-0") == {"samples": [], "checkpoints": []}
+    session._runs.pop("people/begun-0")
+    assert ask("/graft/log?run=people/begun-0")[0][0] == 404
+
+
 def test_a_long_log_comes_in_parts(run, monkeypatch):
     monkeypatch.setattr(server, "CHUNK", 40)
     steps, start, more = [], 0, True

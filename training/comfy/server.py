@@ -123,11 +123,15 @@ def list_files(folder: Path) -> dict[str, Any]:
 
 
 def _run_folder(request: web.Request) -> Path:
-    """Return the folder of ?run=<run>. Raises HTTPNotFound unless it is that of a run under output/graft."""
+    """Return the folder of ?run=<run>. Raises HTTPNotFound unless it is that of a run under output/graft.
+
+    A run that this server has begun has no log before its first step.
+    """
     root, run = paths.graft_folder(), request.query.get("run", "")
     try:
         folder = paths.existing_run(run)
-        if _is_file_of(root, folder / "log.jsonl"):
+        file, begun = folder / "log.jsonl", run in (live["run"] for live in known_runs())
+        if _is_file_of(root, file) or (begun and not os.path.lexists(file)):
             return folder
     except (OSError, ValueError, RuntimeError):  # no usable name; a loop of links
         pass
