@@ -26,6 +26,16 @@ FLAGS = (
     "--remote-debugging-port=0 --remote-allow-origins=* --window-size=1600,1000 --force-color-profile=srgb"
 ).split()
 
+STILL = """(async element => {
+    element?.scrollIntoView({ block: 'nearest' })
+    const { x, y, width, height } = element?.getBoundingClientRect() ?? {}
+    await new Promise(done => setTimeout(done, 150))
+    const after = element?.getBoundingClientRect() ?? {}
+    const on = width && element.getRootNode().elementFromPoint(x + width / 2, y + height / 2)
+    return x === after.x && y === after.y && Boolean(on) && (element.contains(on) || on.contains(element))
+})"""
+"""element -> whether a click on its middle would reach it."""
+
 
 def executable() -> str | None:
     """Return the Chromium on this machine, if there is one."""
@@ -57,6 +67,8 @@ class Page:
         """(level, text with the address it came from) of console calls, uncaught errors and failed
         requests.
         """
+        self.clicks = 0
+        """How often `click` was asked for."""
         self._loop = asyncio.new_event_loop()
         self._ids = itertools.count(1)
         self._port = port
@@ -94,19 +106,16 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, x: float, y: float) -> None:
+        self.clicks += 1
         self.move(x, y)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def click_on(self, element: str, seconds: float = 30) -> None:
-        """Scroll to the element that a JavaScript expression gives, once it is there, and click its
-        middle.
+        """Scroll to the element that a JavaScript expression gives, and click its middle, once it is there,
+        lies still and nothing covers it.
         """
-        self.wait_for(
-            f"(({element})?.scrollIntoView({{block: 'nearest'}}), "
-            f"!!({element})?.getBoundingClientRect().width)",
-            seconds,
-        )
+        self.wait_for(f"{STILL}({element})", seconds)
         x, y, width, height = self.evaluate(
             f"(b => [b.x, b.y, b.width, b.height])(({element}).getBoundingClientRect())"
         )
