@@ -16,6 +16,7 @@ BENCHMARKS = {
     "quality": ("quality", "how fast a LoRA learns, beside ComfyUI's TrainLoraNode"),
     "optimizers": ("optimizers", "optimizers on the demo: held-out loss and memory of their states"),
     "full-size": ("full_size", "two steps of SDXL and SD3.5 Medium as large as they are, on a CPU"),
+    "load": ("load", "loading a base of 5 GB for training, beside plainly reading its file"),
     "faults": ("faults", "runs killed 20 times and continued, and what else can go wrong"),
 }
 """name -> (module in this folder, what it measures)."""

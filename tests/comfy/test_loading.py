@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,18 @@ def _copied(checkpoints):
     target = checkpoints / "copied.safetensors"
     target.write_bytes(BASE.read_bytes())
     return target.name
+
+
+def test_a_file_is_read_ahead_only_while_it_is_loaded(tmp_path):
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(b"x" * (3 << 24))
+
+    def sweeping():
+        return [thread for thread in threading.enumerate() if thread.name == "graft read-ahead"]
+
+    with pytest.raises(ValueError, match="broken"), loading.read_ahead(path):
+        raise ValueError("broken")
+    assert not sweeping()
+    with loading.read_ahead(tmp_path / "vanished.safetensors"):
+        pass
+    assert not sweeping()

@@ -4,7 +4,9 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +63,23 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     path = model_path(model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
     keys = require_safetensors(path)
-    if any(key.startswith("model.diffusion_model.") for key in keys):
-        loaded = _load(
-            path,
-            lambda: comfy.sd.load_checkpoint_guess_config(
-                str(path),
-                embedding_directory=folder_paths.get_folder_paths("embeddings"),
-                model_options=options,
-            )[:3],
-        )
-        patcher, clip, own_vae = loaded
-    else:
-        patcher, clip, own_vae = (
-            _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options)),
-            None,
-            None,
-        )
+    with read_ahead(path):
+        if any(key.startswith("model.diffusion_model.") for key in keys):
+            loaded = _load(
+                path,
+                lambda: comfy.sd.load_checkpoint_guess_config(
+                    str(path),
+                    embedding_directory=folder_paths.get_folder_paths("embeddings"),
+                    model_options=options,
+                )[:3],
+            )
+            patcher, clip, own_vae = loaded
+        else:
+            patcher, clip, own_vae = (
+                _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options)),
+                None,
+                None,
+            )
     if patcher is None:
         raise ValueError(
             f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
@@ -88,6 +91,33 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     if clip is not None and not hasattr(clip, "tokenizer"):
         clip = None
     return patcher, clip, own_vae
+
+
+@contextmanager
+def read_ahead(path: Path) -> Iterator[None]:
+    """Read the file in one sweep in the background, so that the system has it when it is asked for in pieces.
+
+    ComfyUI maps files into memory, which alone would fetch them page by page. Nothing is kept here.
+    """
+    done = threading.Event()
+
+    def sweep() -> None:
+        buffer = bytearray(READ_AHEAD)
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            while not done.is_set() and file.readinto(buffer):
+                pass
+
+    thread = threading.Thread(target=sweep, name="graft read-ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+READ_AHEAD = 1 << 24
+"""Bytes at a time."""
 
 
 def require_safetensors(path: Path) -> list[str]:

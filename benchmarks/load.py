@@ -1,0 +1,141 @@
+"""Loading a base of 5 GB for training, beside plainly reading its file. `graft bench load`.
+
+SD3.5 Medium with random weights in bf16 is written to a temporary folder. In a process each, with the file
+put out of the system's cache where it lets us: its bytes are read; and it is loaded by Load Base Model's own
+function and held as for a run, every weight touched once, up to where the first step would begin. Anonymous
+memory is what the process has beside the mapped file (Linux only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..training.headless.comfyui import start_comfyui
+from .process import this_benchmark
+
+FILE = "graft_bench_sd35m.safetensors"
+CHUNK = 1 << 24
+"""Bytes read at a time."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
+    parser.add_argument(
+        "--folder", type=Path, help="where the file is written; default: the temporary folder"
+    )
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and return 0."""
+    if args.part:
+        print(json.dumps(PARTS[args.part](args.folder / FILE)))
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        report: dict[str, Any] = {}
+        for part in PARTS:
+            command = [*this_benchmark("load"), "--part", part, "--folder", folder]
+            found = subprocess.run(command, check=True, capture_output=True, text=True)
+            report |= json.loads(found.stdout.splitlines()[-1])
+    report["ratio"] = round(report["ready_s"] / report["read_s"], 3)
+    if report["anonymous_mb"] is not None:
+        report["anonymous_share"] = round(report["anonymous_mb"] / report["file_mb"], 3)
+    print(json.dumps(report) if args.json else "  ".join(f"{key} {value}" for key, value in report.items()))
+    return 0
+
+
+def write(path: Path) -> dict[str, Any]:
+    """Write the file, as a diffusion model that ComfyUI detects."""
+    start_comfyui()
+    import torch
+    from safetensors.torch import save_file
+
+    from .base_models import FULL, build
+
+    network = build(FULL["sd35m"], torch.bfloat16).model.diffusion_model
+    tensors = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+    save_file(tensors, path)
+    return {"file_mb": round(path.stat().st_size / 1e6)}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read the file's bytes."""
+    forget(path)
+    buffer = bytearray(CHUNK)
+    began = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return {"read_s": round(time.perf_counter() - began, 2)}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Load the file and hold it as for a run."""
+    start_comfyui()
+    import folder_paths
+    import torch
+
+    from ..training.comfy.denoiser import ComfyDenoiser
+    from ..training.comfy.loading import FROM_CHECKPOINT, load_base
+
+    folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
+    forget(path)
+    with peak_anonymous() as peak:
+        began = time.perf_counter()
+        denoiser = ComfyDenoiser(load_base(path.name, (), FROM_CHECKPOINT, "bf16")[0])
+        with torch.inference_mode(False), denoiser.hold(torch.bfloat16) as base:
+            for layer in base.layers.values():
+                layer.weight(torch.bfloat16, denoiser.device).sum()
+        seconds = time.perf_counter() - began
+    return {"ready_s": round(seconds, 2), "anonymous_mb": peak[0]}
+
+
+PARTS = {"write": write, "read": read, "load": load}
+"""Each runs in a process of its own, in this order."""
+
+
+def forget(path: Path) -> None:
+    """Ask the system to drop the file from its cache."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def peak_anonymous() -> Iterator[list[int | None]]:
+    """Yield a list that ends up holding by how many MB anonymous memory grew at most; None where unknown."""
+    before = anonymous()
+    found: list[int | None] = [None if before is None else 0]
+    done = threading.Event()
+
+    def watch() -> None:
+        while before is not None and not done.wait(0.02):
+            found[0] = max(found[0] or 0, round(((anonymous() or before) - before) / 1e6))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def anonymous() -> int | None:
+    """Return the bytes of this process that are in memory and of no file; None where nobody says."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), None)
