@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -79,9 +80,8 @@ def test_cancel_stops_at_once_and_run_again_goes_on(editor, small, running):
     editor.set(TRAIN, steps=reached + 40)
     editor.run()
     editor.wait_until_idle()
-    assert (
-        f"resuming at step {reached}" in running.log() or f"resuming at step {reached + 1}" in running.log()
-    )
+    resumed = [int(step) for step in re.findall(r"resuming at step (\d+)", running.log())]
+    assert len(resumed) == 1 and reached <= resumed[0] < reached + 40  # not every step is told to the page
 
 
 def test_graft_says_nothing_bad_on_the_console(editor):
