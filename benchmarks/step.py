@@ -88,7 +88,7 @@ def bound(bench: Bench) -> Steps:
     return timed(step, bench)
 
 
-def graft(checkpointing: str) -> Callable[[Bench], Steps]:
+def graft(checkpointing: str, *, compile: bool = False) -> Callable[[Bench], Steps]:
     """This trainer, by one plan."""
 
     def make(bench: Bench) -> Steps:
@@ -96,7 +96,7 @@ def graft(checkpointing: str) -> Callable[[Bench], Steps]:
         from ..training.loop import train
 
         denoiser = ComfyDenoiser(bench.patcher)
-        memory = MemoryConfig(dtype="bf16", checkpointing=checkpointing, base="resident")
+        memory = MemoryConfig("bf16", checkpointing, base="resident", compile=compile)
         config = TrainConfig(adapter=AdapterConfig(rank=bench.rank), memory=memory)
 
         def steps(count: int) -> list[float]:
@@ -255,6 +255,7 @@ CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
     "graft": graft("none"),
     "graft_selective": graft("selective"),
     "graft_block": graft("block"),
+    "graft_compiled": graft("none", compile=True),
     "train_lora_node": train_lora_node(
         gradient_checkpointing=False, bypass_mode=True, training_dtype="bf16", lora_dtype="bf16"
     ),
@@ -263,6 +264,8 @@ CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
     "wrappers": wrappers,
 }
 """What is compared; the node's first row is its best setting."""
+UNLESS_ASKED = ("graft_compiled",)
+"""Left out by default: every round compiles again, which takes minutes (use --repeats 1 --steps 5)."""
 
 
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -271,12 +274,13 @@ CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": t
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
+    usual = [name for name in CONTENDERS if name not in UNLESS_ASKED]
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--size", choices=("small", "full"), default="small", help="real widths, or all of it"
     )
     parser.add_argument("--models", nargs="+", default=[], help="default: all of this size")
-    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=usual)
     parser.add_argument("--repeats", type=int, default=5, help="rounds in which each trains one step")
     parser.add_argument("--steps", type=int, default=1, help="timed steps in each round")
     parser.add_argument(
