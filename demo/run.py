@@ -30,7 +30,7 @@ from .terminal import Bar, say
 
 WORKFLOW = GRAFT / "example_workflows" / "api" / "first_lora.json"
 SHIPPED = GRAFT / "demo"
-TEXTS = ("cat face", "panda", "frog", "watermelon", "cactus", "castle", "red apple", "rocket")
+TEXTS = ("cat face", "panda", "frog", "watermelon", "cactus", "castle", "red apple", "bear")
 """What the demo draws: six things that the LoRA was never shown, then two that it was."""
 HELD_OUT, OWN_STYLE = "held out", "own style"
 MOST_TEXTS = 4
@@ -181,7 +181,7 @@ def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[s
             "resolution": str(pixels) if pixels else None,
             "trigger": args.trigger,
         },
-        "GraftBuildLora": {"rank": args.rank},
+        "GraftBuildLora": {"rank": args.rank or (16 if own else None), "exclude": "" if own else None},
         "GraftTrainSteps": {
             "steps": args.steps,
             "learning_rate": args.learning_rate or (1e-4 if own else None),
