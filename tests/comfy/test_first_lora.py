@@ -39,7 +39,7 @@ def first_lora(name, **train):
     """The shipped workflow on four small squares, with inputs of Train Steps replaced."""
     prompt = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     prompt["2"]["inputs"] |= {"folder": "four_squares", "resolution": "64"}
-    prompt["4"]["inputs"]["rank"] = 2
+    prompt["4"]["inputs"] |= {"rank": 2, "exclude": ""}
     prompt["5"]["inputs"] |= {"steps": 3, "batch_size": 2, "name": name, **train}
     prompt["6"]["inputs"] |= {"name": name, "dtype": "fp32"}
     prompt["9"]["inputs"] |= {"width": 64, "height": 64, "batch_size": 1}
