@@ -66,14 +66,21 @@ class Bench:
         return model
 
     def loss(self, model: Any, x: Tensor) -> Tensor:
-        """Return a loss of what `model` makes of x, as its own node would call it."""
+        """Return a loss of what `model` makes of x, as its own node would call it.
+
+        Flux's blocks, which stop gradients, are made differentiable as Graft does it, for all alike.
+        """
+        from ..training.comfy.differentiable import differentiable
+        from ..training.comfy.versions import training_mode
+
         sigma = torch.full((len(x),), NOISE, device=x.device)
         conditioning = self.batch.conditioning[0]
         found = model.extra_conds(
             noise=x, device=x.device, width=8 * x.shape[-1], height=8 * x.shape[-2], **conditioning
         )
         conds = {name: c.process_cond(1, device=x.device, area=None).cond for name, c in found.items()}
-        denoised: Tensor = model.apply_model(x, sigma, transformer_options={}, **conds)
+        with training_mode(), differentiable(model.diffusion_model):
+            denoised: Tensor = model.apply_model(x, sigma, transformer_options={}, **conds)
         return denoised.float().pow(2).mean()
 
 
@@ -335,8 +342,13 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
             missing[contender] = str(error)
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     for number in range(args.repeats):
-        for contender, steps in contenders.items():
-            seconds[contender] += steps(args.steps)
+        for contender, steps in list(contenders.items()):
+            try:
+                seconds[contender] += steps(args.steps)
+            except RuntimeError as error:  # TrainLoraNode cannot train every model
+                missing[contender] = str(error)
+                del contenders[contender], seconds[contender]
+                continue
             log.info("%s, round %d: %s %s", name, number + 1, contender, seconds[contender])
     tensors = {}
     for contender, steps in contenders.items():
