@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -90,7 +90,7 @@ def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(co
         for _ in range(2):
             third.run(killed, lambda kind, data: seen.append((kind, data.get("node"))))
             third.free()
-            time.sleep(2)  # the server frees between two prompts; one that comes at once finds it still cached
+            time.sleep(2)  # it frees between two prompts; one that comes at once is still cached
         assert seen.count(("executing", "5")) == 2 and ("progress", "5") not in seen
         assert "is already trained" in third.log()
         assert min(map(float, re.findall(r"([\d.]+) seconds: \S*graft", third.log()))) < 0.3
