@@ -214,10 +214,12 @@ def test_guidance_is_set_as_the_flux_guidance_node_sets_it(monkeypatch):
         conditionings(monkeypatch, guidance=-0.5)
 
 
-def test_guidance_for_a_model_without_one_is_said_to_be_without_effect(execute, caplog):
+def test_what_is_without_effect_is_said_to_be(execute, caplog):
+    values = {"guidance": 3.0, "negative": "a circle", "cfg": 1.0, "prompts": "a square"}
     with caplog.at_level(logging.WARNING):
-        execute(sampled("guided", guidance=3.0, every=4, before_training=False, prompts="a square"))
+        execute(sampled("guided", every=4, before_training=False, **values))
     assert "guidance 3 of Sample Prompts: SD3.5 Large takes none" in caplog.text
+    assert "the negative prompt of Sample Prompts has no effect at cfg 1" in caplog.text
 
 
 def saved(base, name):

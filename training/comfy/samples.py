@@ -146,6 +146,8 @@ def pictures(
     """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
     if plan.guidance >= 0 and family.guidance is None:
         log.warning("Graft: guidance %g of Sample Prompts: %s takes none.", plan.guidance, family.name)
+    if plan.negative and plan.cfg == 1:
+        log.warning("Graft: the negative prompt of Sample Prompts has no effect at cfg 1.")
     patched, clip = with_lora(model, plan.clip, state, family, strength)
     seed = plan.seed + (state.step if plan.walk_seed else 0)
     for prompt in plan.prompts:
