@@ -345,7 +345,7 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
         for contender, steps in list(contenders.items()):
             try:
                 seconds[contender] += steps(args.steps)
-            except RuntimeError as error:  # TrainLoraNode cannot train every model
+            except (RuntimeError, UnboundLocalError) as error:  # TrainLoraNode cannot train every model
                 missing[contender] = str(error)
                 del contenders[contender], seconds[contender]
                 continue

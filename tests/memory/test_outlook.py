@@ -9,12 +9,12 @@ from graft.tests.memory.test_plan import BATCH, CONFIG
 from graft.tests.tiny import TinyDenoiser
 from graft.training.memory import outlook as module
 from graft.training.memory.outlook import Probe, outlook, probe
-from graft.training.memory.plan import Plan, every_plan, predictor
+from graft.training.memory.plan import Plan, candidates, every_plan, predictor
 
 
 def test_a_step_takes_about_what_was_foreseen():
     denoiser = TinyDenoiser()
-    found = probe(denoiser, denoiser.specs, CONFIG, BATCH)
+    found = probe(denoiser, denoiser.specs, CONFIG, BATCH, candidates(CONFIG.memory))
     foreseen = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(found.plan).step
     assert found.plan == Plan("resident", "none") and found.seconds > 0
     assert found.peak == pytest.approx(foreseen.peak, rel=0.1)
@@ -32,7 +32,9 @@ def test_a_plan_that_runs_out_of_memory_is_not_the_one_measured():
             return super().denoise(*args)
 
     denoiser = Small()
-    assert probe(denoiser, denoiser.specs, CONFIG, BATCH).plan == Plan("resident", "selective")
+    assert probe(denoiser, denoiser.specs, CONFIG, BATCH, candidates(CONFIG.memory)).plan == Plan(
+        "resident", "selective"
+    )
 
 
 def test_every_plan_is_corrected_by_it(monkeypatch):

@@ -65,7 +65,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     keys = require_safetensors(path)
     with read_ahead(path):
         if any(key.startswith("model.diffusion_model.") for key in keys):
-            loaded = _load(
+            patcher, clip, own_vae = _load(
                 path,
                 lambda: comfy.sd.load_checkpoint_guess_config(
                     str(path),
@@ -73,13 +73,9 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
                     model_options=options,
                 )[:3],
             )
-            patcher, clip, own_vae = loaded
         else:
-            patcher, clip, own_vae = (
-                _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options)),
-                None,
-                None,
-            )
+            patcher = _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options))
+            clip = own_vae = None
     if patcher is None:
         raise ValueError(
             f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from ...demo.runtime import find_comfyui
 
@@ -12,9 +14,14 @@ def start_comfyui(device: str = "cpu") -> None:
 
     Raises ComfyUIError if there is none and none can be fetched.
     """
-    sys.path.insert(0, str(find_comfyui()))
     flags = ["--use-pytorch-cross-attention", *(["--cpu"] if device == "cpu" else [])]
-    argv, sys.argv = sys.argv, ["main.py", *flags]
+    import_comfyui(find_comfyui(), flags)
+
+
+def import_comfyui(comfyui: Path, options: Sequence[str]) -> None:
+    """Make the modules of the ComfyUI in folder `comfyui` importable, its command line being `options`."""
+    sys.path.insert(0, str(comfyui))
+    argv, sys.argv = sys.argv, ["main.py", *options]
     try:
         import comfy.options
 

@@ -6,29 +6,22 @@ import asyncio
 import copy
 import importlib
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..job_graph import Prompt
+from .comfyui import import_comfyui
 
 PROMPT_ID = "00000000-0000-4000-8000-000000000000"
 
 
 def start_comfyui(comfyui: Path, options: Sequence[str]) -> None:
     """Make ComfyUI's modules importable and set up as its command line with `options` would."""
-    sys.path.insert(0, str(comfyui))
-    before, sys.argv = sys.argv, ["main.py", *options]
-    try:
-        import comfy.options
-
-        comfy.options.enable_args_parsing()
-        from comfy.cli_args import args
-    finally:
-        sys.argv = before
+    import_comfyui(comfyui, options)
     import folder_paths
     import utils.extra_config
+    from comfy.cli_args import args
 
     own = comfyui / "extra_model_paths.yaml"
     for file in ([str(own)] if own.is_file() else []) + list(

@@ -53,7 +53,8 @@ def outlook(
             f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
             "fastest plan and goes on with the next one when memory runs out."
         ) from error
-    measured = probe(denoiser, adapted, config, batch)
+    fits = fitting(denoiser, adapted, config, batch, predict=predict)
+    measured = probe(denoiser, adapted, config, batch, fits)
     foreseen = predict(measured.plan).step
     found = [replace(p, correction=measured.peak / foreseen.peak) for p in found]
     lines = [
@@ -66,10 +67,16 @@ def outlook(
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def probe(denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch) -> Probe:
+def probe(
+    denoiser: Denoiser,
+    adapted: Mapping[str, LayerSpec],
+    config: TrainConfig,
+    batch: Batch,
+    plans: Sequence[Plan],
+) -> Probe:
     """Compute the forward and backward pass of `batch` twice, to see what they take and how long they last.
 
-    Nothing is trained. Raises ValueError when memory runs out in every plan that the settings allow.
+    Nothing is trained. Raises ValueError when memory runs out in every one of `plans`, tried in their order.
     """
     dtype = compute_dtype(config.memory, denoiser.device)
     adapters = {p: a.to(denoiser.device) for p, a in build_adapters(adapted, config.adapter).items()}
@@ -85,7 +92,6 @@ def probe(denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainCon
             parameter.grad = None
         loss_at(denoiser, batch, x0, sigma, torch.ones_like(x0)).backward()  # type: ignore[no-untyped-call]
 
-    plans = fitting(denoiser, adapted, config, batch)
     with Placement(denoiser, adapters, plans, dtype) as placement:
         peak = placement.retrying(lambda: peak_of(step, denoiser.device), parameters)
         seconds = placement.retrying(lambda: _seconds(step, denoiser.device), parameters)

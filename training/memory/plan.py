@@ -114,11 +114,13 @@ def fitting(
     config: TrainConfig,
     batch: Batch | None,
     available: int | None = None,
+    predict: Callable[[Plan], Prediction] | None = None,
 ) -> Sequence[Plan]:
     """Return the candidates from the fastest one that fits on, to be tried in this order.
 
     `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them. Memory
     is the settings' budget, `available`, or what is free on the device; where nobody knows, everything fits.
+    `predict` is a `predictor` of the same, where the caller has one: what it has forecast is not done again.
     """
     plans = candidates(config.memory)
     budget = int(config.memory.budget_gb * GIB) or available or free_bytes(denoiser.device)
@@ -129,7 +131,7 @@ def fitting(
         or fits_surely(denoiser, adapted, config, batch, budget)
     ):
         return plans
-    predict = predictor(denoiser, adapted, config, batch)
+    predict = predict or predictor(denoiser, adapted, config, batch)
     try:
         for index, plan in enumerate(plans):
             found = predict(plan)
