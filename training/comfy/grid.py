@@ -64,6 +64,7 @@ def checkpoint_grid(
     the last among them. A picture that does not fit into memory is left blank.
     """
     handles = evenly(states_up_to(handle), checkpoints)
+    plan.warn_of_the_ineffective(family_named(handle.load().family))
     total = len(handles) * len(strengths) * len(plan.prompts)
     rows: list[str] = []
     drawn: list[list[Image.Image]] = [[] for _ in plan.prompts]

@@ -72,6 +72,13 @@ class SamplePrompts:
         if not (self.guidance >= 0 or self.guidance == -1):
             raise ValueError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
 
+    def warn_of_the_ineffective(self, family: Family) -> None:
+        """Say which settings change nothing in pictures of this family."""
+        if self.guidance >= 0 and family.guidance is None:
+            log.warning("Graft: guidance %g of Sample Prompts: %s takes none.", self.guidance, family.name)
+        if self.negative and self.cfg == 1:
+            log.warning("Graft: the negative prompt of Sample Prompts has no effect at cfg 1.")
+
 
 @dataclass
 class SampleWriter:
@@ -93,6 +100,7 @@ class SampleWriter:
 
     def on_start(self, state: TrainState) -> None:
         """Draw the first set, or the set during which an earlier run was ended."""
+        self.plan.warn_of_the_ineffective(self.family)
         begins = self.plan.before_training and bool(self.plan.every) and state.step == self.first
         if (begins or self.due(state.step)) and not self.path(state.step, 0).exists():
             self.draw(state)
@@ -144,10 +152,6 @@ def pictures(
     strength: float = 1.0,
 ) -> Iterator[Image.Image | None]:
     """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
-    if plan.guidance >= 0 and family.guidance is None:
-        log.warning("Graft: guidance %g of Sample Prompts: %s takes none.", plan.guidance, family.name)
-    if plan.negative and plan.cfg == 1:
-        log.warning("Graft: the negative prompt of Sample Prompts has no effect at cfg 1.")
     patched, clip = with_lora(model, plan.clip, state, family, strength)
     seed = plan.seed + (state.step if plan.walk_seed else 0)
     for prompt in plan.prompts:
