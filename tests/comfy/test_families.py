@@ -4,7 +4,6 @@ saved right."""
 import contextlib
 import dataclasses
 import logging
-import os
 
 import comfy.model_detection
 import comfy.sd
@@ -396,11 +395,7 @@ def pretrain(denoiser, tiny, steps):
         parameter.requires_grad_(False)
 
 
-LEARNERS = TINY if os.environ.get("GRAFT_EVERY_FAMILY") else ("sdxl", "sd35m", "flux")
-"""A minute of one thread; every family takes about five."""
-
-
-@pytest.mark.parametrize("name", LEARNERS)
+@every_family
 def test_four_images_overfit(name, monkeypatch):
     """Issue B: on a base pretrained for 500 steps, fixed noise and levels, 200 steps halve the loss."""
     tiny, denoiser = TINY[name], ComfyDenoiser(TINY[name]())
