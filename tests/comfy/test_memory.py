@@ -34,6 +34,8 @@ def test_every_family_has_the_same_gradients_in_every_checkpointing_mode(name):
 
 COMPILED = TINY if os.environ.get("GRAFT_EVERY_FAMILY") else ("sd35m", "flux")
 """Tracing a family takes 10 to 50 seconds."""
+BROKEN = ("hidream",)
+"""Which tokens an expert sees is known when they are computed: blocks are compiled in parts."""
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -44,7 +46,7 @@ def test_compiled_blocks_have_the_same_gradients(name, monkeypatch):
     denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
     value, expected = step_gradients(denoiser, batch, CONFIG)
     again, gradients = step_gradients(denoiser, batch, replace(CONFIG, memory=MemoryConfig(compile=True)))
-    assert counters["stats"]["unique_graphs"] > 1 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] > 1 and (name in BROKEN or not counters["graph_break"])
     assert again == pytest.approx(value, rel=1e-5)
     for name, gradient in expected.items():
         if gradient is not None:
