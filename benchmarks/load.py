@@ -1,9 +1,9 @@
 """Loading a base of 5 GB for training, beside plainly reading its file. `graft bench load`.
 
-SD3.5 Medium with random weights in bf16 is written to a temporary folder. In a process each, with the file
-put out of the system's cache where it lets us: its bytes are read; and it is loaded by Load Base Model's own
-function and held as for a run, every weight touched once, up to where the first step would begin. Anonymous
-memory is what the process has beside the mapped file (Linux only).
+SD3.5 Medium with random weights in bf16 is written to a temporary folder. In turns, in a process each, with
+the file put out of the system's cache where it lets us: its bytes are read; and it is loaded by Load Base
+Model's own function and held as for a run, every weight touched once, up to where the first step would begin.
+Seconds are medians. Anonymous memory is what the process has beside the mapped file (Linux only).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 import threading
@@ -33,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the file is written; default: the temporary folder"
     )
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of reading and loading, in turns")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
 
 
@@ -42,16 +44,23 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(PARTS[args.part](args.folder / FILE)))
         return 0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        report: dict[str, Any] = {}
-        for part in PARTS:
-            command = [*this_benchmark("load"), "--part", part, "--folder", folder]
-            found = subprocess.run(command, check=True, capture_output=True, text=True)
-            report |= json.loads(found.stdout.splitlines()[-1])
+        report: dict[str, Any] = alone("write", folder)
+        rounds = [{**alone("read", folder), **alone("load", folder)} for _ in range(args.repeats)]
+    report |= {key: statistics.median(found[key] for found in rounds) for key in ("read_s", "ready_s")}
+    report["rounds"] = [(found["read_s"], found["ready_s"]) for found in rounds]
+    report["anonymous_mb"] = rounds[0]["anonymous_mb"]
     report["ratio"] = round(report["ready_s"] / report["read_s"], 3)
     if report["anonymous_mb"] is not None:
         report["anonymous_share"] = round(report["anonymous_mb"] / report["file_mb"], 3)
     print(json.dumps(report) if args.json else "  ".join(f"{key} {value}" for key, value in report.items()))
     return 0
+
+
+def alone(part: str, folder: str) -> dict[str, Any]:
+    """Return what a part finds in a process of its own."""
+    command = [*this_benchmark("load"), "--part", part, "--folder", folder]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(found.stdout.splitlines()[-1]))
 
 
 def write(path: Path) -> dict[str, Any]:
@@ -101,7 +110,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 PARTS = {"write": write, "read": read, "load": load}
-"""Each runs in a process of its own, in this order."""
+"""Each runs in a process of its own."""
 
 
 def forget(path: Path) -> None:
