@@ -104,8 +104,8 @@ def measure(
 def comparison(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
     """Return the curves, and the best ones beside each other at equal steps and at equal seconds.
 
-    "steps_to_match" are the fewest steps, at whichever rate, in which Graft comes down to the node's best last
-    value, over the fewest in which the node does.
+    "steps_to_match" are the fewest steps, at whichever rate, in which Graft comes down to the node's best
+    last value, over the fewest in which the node does.
     """
     best, other = (min(curves, key=lambda curve: curve.validation[-1]) for curves in (ours, theirs))
     seconds = min(best.seconds[-1], other.seconds[-1])
@@ -127,8 +127,8 @@ def comparison(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]
 
 def soonest(curves: Sequence[Curve], goal: float) -> int | None:
     """Return the fewest steps in which one of the curves comes down to `goal`."""
-    reached = (step for curve in curves for step, value in zip(curve.steps, curve.validation) if value <= goal)
-    return min(reached, default=None)
+    measured = (point for curve in curves for point in zip(curve.steps, curve.validation))
+    return min((step for step, value in measured if value <= goal), default=None)
 
 
 def at(curve: Curve, seconds: float) -> float:

@@ -1,7 +1,7 @@
 """The way from a new ComfyUI to the first picture by a LoRA of one's own: how many clicks, how long.
 
-`GRAFT_WHOLE_TEMPLATE=1 pytest -n0 -s tests/browser/test_newcomer.py` runs the template as it is shipped, else a
-few steps of it.
+`GRAFT_WHOLE_TEMPLATE=1 pytest -n0 -s tests/browser/test_newcomer.py` runs the template as it is shipped, else
+a few steps of it.
 """
 
 from __future__ import annotations
