@@ -11,6 +11,8 @@ from graft.tests.browser.chromium import Page
 
 DIALOG = ":is(.p-dialog, [role=dialog])"
 """In the frontends of ComfyUI 0.3.75 and of 0.33."""
+WORKFLOW = "window.app?.extensionManager?.workflow?.activeWorkflow"
+"""What the editor shows; at its start none, then the one it opens by itself."""
 
 
 class Editor:
@@ -24,7 +26,7 @@ class Editor:
         self.page.evaluate("window.graftLeft = true")
         self.page.goto(self.url)
         self.page.wait_for(
-            "!!(!window.graftLeft && window.app?.graph && app.extensionManager?.setting && "
+            f"!!(!window.graftLeft && {WORKFLOW}?.isLoaded && app.extensionManager.setting && "
             "document.querySelector('.side-bar-button'))",
             120,
         )
@@ -37,7 +39,7 @@ class Editor:
         self._click_until(_labelled("Templates"), f"!!({graft})")
         self._click_until(graft, f"!!({card})")
         self._click_until(card, f"!document.querySelector('{DIALOG}')")
-        self.page.wait_for("app.graph.nodes.length > 5")
+        self.page.wait_for(f"{WORKFLOW}.path.endsWith('/{name}.json')")
 
     def _click_until(self, element: str, condition: str) -> None:
         """Click, and again if it went astray because the page was still moving."""

@@ -380,7 +380,7 @@ def pretrain(denoiser, tiny, steps):
     parameters = [p for p in denoiser.network.parameters() if p.is_floating_point()]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    optimizer = torch.optim.Adam(parameters, lr=2e-3)
+    optimizer = torch.optim.Adam(parameters, lr=2e-3, fused=True)
     with training_mode(), differentiable(denoiser.network):
         for step in range(steps):
             batch = tiny.batch((100 + 2 * step, 101 + 2 * step))
