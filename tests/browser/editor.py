@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from graft.tests.browser.chromium import Page
@@ -13,6 +14,17 @@ DIALOG = ":is(.p-dialog, [role=dialog])"
 """In the frontends of ComfyUI 0.3.75 and of 0.33."""
 WORKFLOW = "window.app?.extensionManager?.workflow?.activeWorkflow"
 """What the editor shows; at its start none, then the one it opens by itself."""
+STEADY = """(async () => {
+    const button = document.querySelector('.side-bar-button')
+    let top, frames, since
+    do {
+        await new Promise(requestAnimationFrame)
+        const now = button.getBoundingClientRect().top
+        if (now !== top) [top, frames, since] = [now, 0, performance.now()]
+        frames += 1
+    } while (frames < 30 || performance.now() - since < 2000)
+})()"""
+"""Ends when nothing has pushed the page down for a while, as its banners do."""
 
 
 class Editor:
@@ -31,24 +43,31 @@ class Editor:
             120,
         )
         self.page.wait_for("!document.querySelector('#splash-loader, .p-blockui-mask')")
-        time.sleep(2)
+        self.page.evaluate(STEADY)
 
     def open_template(self, name: str) -> None:
         """Templates > Extensions > graft > the card of that name."""
         graft, card = _text("graft", DIALOG), _text(name, DIALOG)
-        self._click_until(_labelled("Templates"), f"!!({graft})")
-        self._click_until(graft, f"!!({card})")
-        self._click_until(card, f"!document.querySelector('{DIALOG}')")
-        self.page.wait_for(f"{WORKFLOW}.path.endsWith('/{name}.json')")
+        opened = f"{WORKFLOW}.path.endsWith('/{name}.json')"
+        for _ in self._attempts(opened):
+            self._click_until(_labelled("Templates"), f"!!({graft})")
+            self._click_until(graft, f"!!({card})")
+            self._click_until(card, f"!document.querySelector('{DIALOG}')")
 
     def _click_until(self, element: str, condition: str) -> None:
-        """Click, and again if it went astray because the page was still moving."""
-        for _ in range(4):
+        for _ in self._attempts(condition):
             self.page.click_on(element)
+
+    def _attempts(self, condition: str) -> Iterator[None]:
+        """Let the caller click until the condition holds: clicks go astray, uncounted, while a page moves."""
+        clicks = self.page.clicks
+        for _ in range(4):
+            self.page.clicks = clicks
+            yield
             with contextlib.suppress(TimeoutError):
                 self.page.wait_for(condition, 8)
                 return
-        raise TimeoutError(f"clicking {element} never led to {condition}")
+        raise TimeoutError(f"clicking never led to {condition}")
 
     def load(self, workflow: dict[str, Any], name: str = "test") -> None:
         self.page.evaluate(f"app.loadGraphData({json.dumps(workflow)}, true, true, {json.dumps(name)})")
