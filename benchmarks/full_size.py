@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
 from ..training.headless.comfyui import start_comfyui
-from .process import peak_rss, this_benchmark
+from .process import alone, peak_rss
 
 MODELS = ("sdxl", "sd35m")
 
@@ -37,10 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.models:
         options = ["--alone", name, "--rank", str(args.rank), "--pixels", str(args.pixels)]
         options += ["--checkpointing", args.checkpointing]
-        found = subprocess.run(
-            [*this_benchmark("full-size"), *options], check=True, capture_output=True, text=True
-        )
-        report[name] = json.loads(found.stdout.splitlines()[-1])
+        report[name] = alone("full-size", *options)
     if args.json:
         print(json.dumps(report, indent=1))
         return 0

@@ -12,17 +12,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..training.headless.comfyui import start_comfyui
-from .process import this_benchmark
+from .process import alone
 
 FILE = "graft_bench_sd35m.safetensors"
 CHUNK = 1 << 24
@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(PARTS[args.part](args.folder / FILE)))
         return 0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        report: dict[str, Any] = alone("write", folder)
-        rounds = [{**alone("read", folder), **alone("load", folder)} for _ in range(args.repeats)]
+        part = partial(alone, "load", "--folder", folder, "--part")
+        report: dict[str, Any] = part("write")
+        rounds = [{**part("read"), **part("load")} for _ in range(args.repeats)]
     report |= {key: statistics.median(found[key] for found in rounds) for key in ("read_s", "ready_s")}
     report["rounds"] = [(found["read_s"], found["ready_s"]) for found in rounds]
     report["anonymous_mb"] = rounds[0]["anonymous_mb"]
@@ -54,13 +55,6 @@ def run(args: argparse.Namespace) -> int:
         report["anonymous_share"] = round(report["anonymous_mb"] / report["file_mb"], 3)
     print(json.dumps(report) if args.json else "  ".join(f"{key} {value}" for key, value in report.items()))
     return 0
-
-
-def alone(part: str, folder: str) -> dict[str, Any]:
-    """Return what a part finds in a process of its own."""
-    command = [*this_benchmark("load"), "--part", part, "--folder", folder]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return dict(json.loads(found.stdout.splitlines()[-1]))
 
 
 def write(path: Path) -> dict[str, Any]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def alone(name: str, *options: str) -> Any:
+    """Return the last line, which is JSON, that `graft bench name` prints in a process of its own."""
+    found = subprocess.run([*this_benchmark(name), *options], check=True, capture_output=True, text=True)
+    return json.loads(found.stdout.splitlines()[-1])
 
 
 def this_benchmark(name: str) -> list[str]:

@@ -16,7 +16,6 @@ import json
 import logging
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from ..training.memory.live import LiveTensors
 from ..training.memory.usage import wait
 from . import base_models
 from .base_models import FULL, SMALL, BaseModel, batch_of
-from .process import peak_rss, this_benchmark
+from .process import alone, peak_rss
 
 DTYPE = torch.bfloat16
 NOISE = 0.5
@@ -360,17 +359,15 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
     report["to_bound"] = {c: round(s / medians["bound"], 3) for c, s in medians.items() if "bound" in medians}
     report["tensors_mb"] = tensors
     report["base_mb"] = round(base / 1e6)
-    report["peak_mb"] = {c: alone(name, c, args) for c in contenders} if args.rss else tensors
+    report["peak_mb"] = {c: peak_of(name, c, args) for c in contenders} if args.rss else tensors
     report["missing"] = missing
     return report
 
 
-def alone(name: str, contender: str, args: argparse.Namespace) -> int:
+def peak_of(name: str, contender: str, args: argparse.Namespace) -> int:
     """Return the peak memory in MB of a process of its own, which trains two steps."""
-    command = [*this_benchmark("step"), "--device", args.device, "--size", args.size, "--models", name]
-    command += ["--rank", str(args.rank), "--peak", contender]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(json.loads(found.stdout.splitlines()[-1]))
+    options = ["--device", args.device, "--size", args.size, "--models", name]
+    return int(alone("step", *options, "--rank", str(args.rank), "--peak", contender))
 
 
 def peak_alone(model: BaseModel, args: argparse.Namespace) -> int:
