@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -21,6 +20,7 @@ from ..memory.store import Store
 from ..model import Batch, Conditioning, HeldBase, Sampling
 from . import weights
 from .differentiable import differentiable
+from .fingerprint import fingerprint
 from .text_encoders import TextEncoders
 from .versions import training_mode
 
@@ -53,8 +53,10 @@ class ComfyDenoiser:
 
     @cached_property
     def fingerprint(self) -> str:
+        patchers = [self.patcher, *([self.text.clip.patcher] if self.text else [])]
         text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
-        return fingerprint(self.network.state_dict(), self.patcher.patches, self.sampling, *text)
+        parts = (self.network, self.patcher.patches, self.sampling, *text)
+        return fingerprint(*parts, patchers=tuple(patchers))
 
     @contextmanager
     def hold(self, dtype: torch.dtype, store: str = "resident") -> Iterator[HeldBase]:
@@ -89,16 +91,19 @@ class ComfyDenoiser:
             **self.patcher.model_options.get("transformer_options", {}),
             "optimized_attention_override": sdpa,
         }
-        order: list[int] = []
-        parts = []
         samples = self.conditions(x_t, batch)
-        for members in together(samples):
-            joined = concatenated([samples[i] for i in members])
-            parts.append(
-                self.model.apply_model(x_t[members], sigma[members], transformer_options=options, **joined)
+        groups = together(samples)
+        parts = [
+            self.model.apply_model(
+                rows(x_t, members),
+                rows(sigma, members),
+                transformer_options=options,
+                **concatenated([samples[i] for i in members]),
             )
-            order += members
-        return torch.cat(parts)[torch.tensor(order).argsort()]
+            for members in groups
+        ]
+        order = [i for members in groups for i in members]
+        return rows(torch.cat(parts), sorted(range(len(order)), key=order.__getitem__))
 
     def conditions(self, x_t: Tensor, batch: Batch) -> list[dict[str, Any]]:
         """Return what the model's own `extra_conds` makes of each sample, as comfy.conds objects by name."""
@@ -153,6 +158,11 @@ def together(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return groups
 
 
+def rows(tensor: Tensor, numbers: list[int]) -> Tensor:
+    """Return these rows; `tensor` itself where that is all of them, as no device then waits for an index."""
+    return tensor if numbers == list(range(len(tensor))) else tensor[torch.tensor(numbers)]
+
+
 def concatenated(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the conditions of several samples into the arguments of one call."""
     parts = {name: [sample[name] for sample in conditions] for name in conditions[0]}
@@ -164,41 +174,6 @@ def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
     backward here.
     """
     return comfy.ldm.modules.attention.attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
-
-
-def fingerprint(*parts: Any) -> str:
-    """Digest names, shapes, dtypes and the first 4 KB of 16 evenly spaced tensors of everything given.
-
-    Cheap enough for a 12 B model, and different for any two files in practice.
-    """
-    named = [(f"{i}.{name}", t) for i, part in enumerate(parts) for name, t in _tensors(part, "")]
-    digest = hashlib.blake2b(digest_size=16)
-    sampled = {name for name, _ in named[:: max(1, len(named) // 16)]}
-    for name, tensor in named:
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        if name in sampled:
-            with torch.inference_mode():
-                start = tensor.detach().flatten()[:1024].to("cpu", torch.float32)
-            digest.update(start.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Find tensors in nested dicts, lists and objects (patches hold adapters that hold tuples of tensors)."""
-    if isinstance(part, Tensor):
-        yield name, part
-    elif isinstance(part, torch.nn.Module):
-        yield from _tensors(dict(part.state_dict()), f"{name}.{type(part).__name__}")
-    elif isinstance(part, Mapping):
-        for key in sorted(part, key=str):
-            yield from _tensors(part[key], f"{name}.{key}")
-    elif isinstance(part, list | tuple):
-        for index, item in enumerate(part):
-            yield from _tensors(item, f"{name}.{index}")
-    elif isinstance(part, int | float):
-        yield name, torch.tensor(float(part))
-    elif hasattr(part, "weights"):  # a comfy.weight_adapter
-        yield from _tensors(part.weights, f"{name}.{type(part).__name__}")
 
 
 def _set_attribute(model: Any, path: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..family import Family
 from ..model import Conditioning
-from .denoiser import fingerprint
+from .fingerprint import fingerprint
 
 
 class ComfyEncoder:
@@ -31,16 +31,13 @@ class ComfyEncoder:
 
     @cached_property
     def image_fingerprint(self) -> str:
-        return fingerprint(self.vae.first_stage_model)
+        return fingerprint(self.vae.first_stage_model, patchers=(self.vae.patcher,))
 
     @cached_property
     def text_fingerprint(self) -> str:
-        return (
-            fingerprint(
-                self.clip.cond_stage_model, self.clip.patcher.patches, {"layer": self.clip.layer_idx or 0}
-            )
-            + type(self.clip.tokenizer).__name__
-        )
+        clip = self.clip
+        parts = (clip.cond_stage_model, clip.patcher.patches, {"layer": clip.layer_idx or 0})
+        return fingerprint(*parts, patchers=(clip.patcher,)) + type(clip.tokenizer).__name__
 
     @property
     def reduction(self) -> int:
