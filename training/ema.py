@@ -41,5 +41,6 @@ def update_ema(
     config: EmaConfig, average: Mapping[str, Tensor], weights: Mapping[str, Tensor], step: int
 ) -> None:
     """Move `average` towards `weights` in place, after step number `step`; an empty average stays empty."""
-    for name, value in average.items():
-        value.lerp_(weights[name].detach().float(), 1.0 - decay_at(config, step))
+    if average:
+        new = [weights[name].detach().float() for name in average]
+        torch._foreach_lerp_(list(average.values()), new, 1.0 - decay_at(config, step))

@@ -186,11 +186,12 @@ def backward(
         batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
         with draws(config.seed, index):
             loss, sigma = objective.loss(denoiser, batch, config.objective, seed=config.seed, index=index)
-            if not torch.isfinite(loss):
-                raise FloatingPointError(_not_finite(batch, sigma, step))
             share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
             (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
-        total += loss.item() * len(batch.latents)
+        value = loss.item()  # not before: the device would be waited for between the passes
+        if not math.isfinite(value):
+            raise FloatingPointError(_not_finite(batch, sigma, step))
+        total += value * len(batch.latents)
         images += len(batch.latents)
     return total, images
 
@@ -198,9 +199,9 @@ def backward(
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by `factor`."""
-    for parameter in parameters if factor != 1.0 else ():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:

@@ -71,7 +71,8 @@ def restore_adapters(
         raise ValueError(
             f"{unknown[0]}: the base model has no such layer; was the LoRA trained on another base?"
         )
-    adapters = build_adapters({path: spec for path, spec in specs.items() if path in paths}, config)
+    with device:
+        adapters = build_adapters({path: spec for path, spec in specs.items() if path in paths}, config)
     for name, parameter in named_parameters(adapters).items():
         if name not in weights or weights[name].shape != parameter.shape:
             found = tuple(weights[name].shape) if name in weights else "nothing"
@@ -132,15 +133,16 @@ def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
     All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude is left as it
     is.
     """
-    limited = 0
-    for adapter in adapters.values() if config.max_norm else ():
+    with_factors = [adapter for adapter in adapters.values() if config.max_norm and adapter.factors()]
+    if not with_factors:
+        return 0
+    norms = torch.stack([adapter.product().norm() for adapter in with_factors]).tolist()
+    too_large = [(a, norm) for a, norm in zip(with_factors, norms, strict=True) if norm > config.max_norm]
+    for adapter, norm in too_large:
         factors = adapter.factors()
-        norm = float(adapter.product().norm()) if factors else 0.0
-        if norm > config.max_norm:
-            limited += 1
-            for factor in factors:
-                factor.mul_((config.max_norm / norm) ** (1 / len(factors)))
-    return limited
+        for factor in factors:
+            factor.mul_((config.max_norm / norm) ** (1 / len(factors)))
+    return len(too_large)
 
 
 __all__ = [
