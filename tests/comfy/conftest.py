@@ -1,6 +1,8 @@
 """Tests against the real ComfyUI: in this process (every file here may `import comfy.sd`) or as a server.
 
-It runs on the CPU, or on the GPU with GRAFT_TEST_DEVICE=cuda. COMFYUI_PATH chooses another ComfyUI.
+It runs on the CPU, on the GPU with GRAFT_TEST_DEVICE=cuda, or on the pretended one of `tests/card.py` with
+GRAFT_TEST_DEVICE=card; with "dynamic" also under a newer ComfyUI's dynamic VRAM (`tests/dynamic_vram.py`).
+COMFYUI_PATH chooses another ComfyUI.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import pytest
 
 import graft
 from graft.demo.runtime import find_comfyui, install_graft, server
+from graft.tests import card, dynamic_vram
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
@@ -33,8 +36,12 @@ def bootstrap() -> None:
     sys.path.insert(
         0, str(COMFYUI)
     )  # first, so that `nodes` and `utils` are ComfyUI's even under `python -m pytest`
-    device = [] if os.environ.get("GRAFT_TEST_DEVICE") == "cuda" else ["--cpu"]
-    argv, sys.argv = sys.argv, ["main.py", *device, "--base-directory", str(BASE)]
+    device = os.environ.get("GRAFT_TEST_DEVICE", "cpu")
+    if device in ("card", "dynamic"):
+        card.install()
+    options = {"cpu": ["--cpu"], "cuda": []}.get(device, ["--directml"])
+    options += [] if device == "cpu" else ["--force-fp32", "--fp32-vae", "--fp32-text-enc"]  # to compare with
+    argv, sys.argv = sys.argv, ["main.py", *options, "--base-directory", str(BASE)]
     try:
         import comfy.options
 
@@ -42,6 +49,8 @@ def bootstrap() -> None:
         import comfy.cli_args
     finally:
         sys.argv = argv
+    if device == "dynamic":
+        dynamic_vram.install()
     assert comfy.cli_args.args.base_directory == str(BASE), "comfy.cli_args was imported before this conftest"
 
 

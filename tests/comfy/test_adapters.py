@@ -17,6 +17,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors.torch import save_file
 from torch import nn
 
+from graft.tests import dynamic_vram
 from graft.tests.adapters.cases import LAYERS, METHODS, adapter_config, base_weight, trained_case
 from graft.tests.tiny import FAMILY
 from graft.training.adapters import attach, build_adapters, initialise, named_parameters
@@ -102,6 +103,7 @@ def test_a_base_of_few_bits_loses_its_rounding_and_no_more(method, dtype, caplog
     assert ((found.float() - exact).abs() <= SMALLEST_STEP[dtype] * exact.abs() + 2e-3).all()
 
 
+@dynamic_vram.off()
 def unet():
     return UNetModel(
         image_size=8,

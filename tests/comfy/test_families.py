@@ -165,8 +165,8 @@ def test_checkpointing_leaves_the_training_unchanged(name, trained):
 def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, trained, caplog):
     patcher, denoiser, state, _ = trained(name)
     batch = TINY[name].batch()
-    sigma = torch.tensor([0.4, 0.7])
-    x = denoiser.scale_latents(batch.latents)
+    sigma = torch.tensor([0.4, 0.7], device=denoiser.device)
+    x = denoiser.scale_latents(batch.latents).to(denoiser.device)
     with torch.no_grad(), denoiser.hold(torch.float32) as base:
         plain = denoiser.denoise(x, sigma, batch)
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
@@ -311,12 +311,12 @@ def test_captions_of_different_lengths_share_a_batch(name):
     if "attention_mask" in long[1]:
         long[1]["attention_mask"] = torch.ones(1, 13)
     batch = dataclasses.replace(batch, conditioning=long)
-    sigma = torch.tensor([0.3, 0.5, 0.7])
+    x, sigma = batch.latents.to(denoiser.device), torch.tensor([0.3, 0.5, 0.7], device=denoiser.device)
     with torch.no_grad(), denoiser.hold(torch.float32):
-        together = denoiser.denoise(batch.latents, sigma, batch)
+        together = denoiser.denoise(x, sigma, batch)
         for i in range(3):
             one = dataclasses.replace(batch, conditioning=long[i : i + 1])
-            alone = denoiser.denoise(batch.latents[i : i + 1], sigma[i : i + 1], one)
+            alone = denoiser.denoise(x[i : i + 1], sigma[i : i + 1], one)
             torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-4)
 
 
@@ -357,13 +357,13 @@ def test_patches_on_the_model_apply_while_training_and_are_not_in_the_result():
     assistant = patcher.clone()
     change = torch.randn(patcher.model.state_dict()[key].shape, generator=rng.generator(4))
     assistant.add_patches({key: ("diff", (change,))}, 1.0)
-    batch, sigma = tiny.batch(), torch.tensor([0.4, 0.7])
-    on = ComfyDenoiser(assistant)
+    on, batch = ComfyDenoiser(assistant), tiny.batch()
+    x, sigma = batch.latents.to(on.device), torch.tensor([0.4, 0.7], device=on.device)
     with torch.no_grad(), on.hold(torch.float32):
-        held = on.denoise(batch.latents, sigma, batch)
-    torch.testing.assert_close(held, sampled(assistant, batch.latents, sigma, batch), rtol=1e-4, atol=1e-4)
+        held = on.denoise(x, sigma, batch)
+    torch.testing.assert_close(held, sampled(assistant, x, sigma, batch), rtol=1e-4, atol=1e-4)
     with torch.no_grad(), base.hold(torch.float32):
-        assert not torch.allclose(held, base.denoise(batch.latents, sigma, batch), atol=1e-2)
+        assert not torch.allclose(held, base.denoise(x, sigma, batch), atol=1e-2)
     state = train(on, Samples(tiny), CONFIG, None, steps=2)
     tensors = lora_tensors(state, on.family)
     fresh = lora_tensors(initial_state(on, CONFIG), on.family)
@@ -377,11 +377,12 @@ def test_patches_on_the_model_apply_while_training_and_are_not_in_the_result():
 def pretrain(denoiser, tiny, steps):
     """Teach the random base its task on other images, so that its loss is that of one who knows nothing of
     these."""
-    parameters = [p for p in denoiser.network.parameters() if p.is_floating_point()]
+    network = denoiser.network.to(denoiser.device)
+    parameters = [p for p in network.parameters() if p.is_floating_point()]
     for parameter in parameters:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(parameters, lr=2e-3, fused=True)
-    with training_mode(), differentiable(denoiser.network):
+    with training_mode(), differentiable(network):
         for step in range(steps):
             batch = tiny.batch((100 + 2 * step, 101 + 2 * step))
             value = loss(denoiser, batch, ObjectiveConfig(), seed=11, index=step)[0]
@@ -393,6 +394,7 @@ def pretrain(denoiser, tiny, steps):
             optimizer.step()
     for parameter in parameters:
         parameter.requires_grad_(False)
+    network.to("cpu")
 
 
 @every_family

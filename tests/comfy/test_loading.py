@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import graft
 from graft.training.comfy import loading
+from graft.training.comfy.denoiser import ComfyDenoiser
 
 BASE = Path(graft.__file__).parent / "demo" / "base" / "graft_tiny_sd3.safetensors"
 
@@ -75,8 +76,14 @@ def test_separate_files_load_as_the_checkpoint_does(base, checkpoints):
 
 
 def test_the_chosen_dtype_is_the_one_the_weights_have(checkpoints):
+    path = "joint_blocks.0.x_block.attn.qkv"
+    in_file = load_file(BASE)[f"model.diffusion_model.{path}.weight"]
     model, _, _ = loading.load_base(_copied(checkpoints), [], loading.FROM_CHECKPOINT, "bf16")
-    assert model.model.diffusion_model.joint_blocks[0].x_block.attn.qkv.weight.dtype == torch.bfloat16
+    with torch.inference_mode(False), ComfyDenoiser(model).hold(torch.float32) as base:
+        weight = base.layers[path].weight(torch.float32, torch.device("cpu")).cpu()
+    assert torch.equal(weight, in_file.to(torch.bfloat16).float()) and not torch.equal(
+        weight, in_file.float()
+    )
 
 
 def _copied(checkpoints):

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from graft.nodes.train import TrainSteps
+from graft.tests import dynamic_vram
 from graft.tests.comfy.tiny_models import TINY, fill
 from graft.training.adapters import attach, lr_scales, restore_adapters
 from graft.training.checkpoint import load_state, save_state
+from graft.training.comfy.at_rest import unload
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.notes import model_file, run_notes
 from graft.training.comfy.output import with_lora
@@ -50,6 +52,7 @@ CONFIG = TrainConfig(
 every = pytest.mark.parametrize("name", ENCODERS)
 
 
+@dynamic_vram.off()
 def clip_of(name, seed=5):
     """A CLIP of three layers an encoder."""
     base = json.loads(open(comfy.sd1_clip.__file__.replace(".py", "_config.json")).read())
@@ -119,13 +122,18 @@ def snapshot(clip):
 
 
 def predicted(denoiser, batch, state=None):
-    x = denoiser.scale_latents(batch.latents)
+    x, sigma = noisy(denoiser, batch)
     with torch.no_grad(), denoiser.hold(torch.float32) as base:
         adapters = {}
         if state is not None:
             adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
         with attach(base.layers, adapters):
-            return denoiser.denoise(x, torch.tensor([0.4, 0.7]), batch)
+            return denoiser.denoise(x, sigma, batch)
+
+
+def noisy(denoiser, batch):
+    x = denoiser.scale_latents(batch.latents).to(denoiser.device)
+    return x, torch.tensor([0.4, 0.7], device=denoiser.device)
 
 
 @every
@@ -150,7 +158,7 @@ def test_every_parameter_of_every_encoder_has_a_gradient_by_step_two(name, train
 def test_text_encoders_and_base_are_byte_identical_afterwards_also_after_an_error(name):
     patcher, clip = tiny(name)(), clip_of(name)
     denoiser, dataset = ComfyDenoiser(patcher, clip), Captioned(tiny(name), clip)
-    comfy.model_management.unload_all_models()
+    unload(clip.patcher)
     weights, modules = snapshot(clip)
     train(denoiser, dataset, CONFIG, None, steps=1)
     with contextlib.suppress(KeyError), denoiser.hold(torch.float32):
@@ -173,8 +181,7 @@ def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, t
         texts = [encoded(loaded_clip, caption) for caption in batch.captions]
         comfy.model_management.load_models_gpu([loaded])
         sampled = ComfyDenoiser(loaded)
-        x = sampled.scale_latents(batch.latents)
-        stock = sampled.denoise(x, torch.tensor([0.4, 0.7]), dataclasses.replace(batch, conditioning=texts))
+        stock = sampled.denoise(*noisy(sampled, batch), dataclasses.replace(batch, conditioning=texts))
         comfy.model_management.unload_all_models()
     difference = (stock - plain) - (attached - plain)
     assert difference.norm() <= 1e-4 * (attached - plain).norm()

@@ -15,6 +15,7 @@ import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 
+from graft.tests import dynamic_vram
 from graft.training.adapters import attach, restore_adapters
 from graft.training.checkpoint import load_state, save_state
 from graft.training.comfy import weights
@@ -32,6 +33,7 @@ CONFIG = TrainConfig(
 )
 
 
+@dynamic_vram.off()
 def sd3_state_dict(depth=2):
     network = OpenAISignatureMMDITWrapper(
         in_channels=16,
@@ -84,7 +86,7 @@ def run(patcher, state=None, steps=3, config=CONFIG):
 
 def predict(patcher, state=None):
     denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
-    x, sigma = batch.latents, torch.full((2,), 0.7)
+    x, sigma = noisy(denoiser, batch)
     with torch.inference_mode(False), torch.no_grad(), denoiser.hold(torch.float32) as base:
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, x.device) if state else {}
         with attach(base.layers, adapters):
@@ -98,8 +100,12 @@ def sampled(patcher):
     with torch.inference_mode():
         comfy.model_management.load_models_gpu([patcher], force_full_load=True)
         denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
-        conditions = concatenated(denoiser.conditions(batch.latents, batch))
-        return patcher.model.apply_model(batch.latents, torch.full((2,), 0.7), **conditions)
+        x, sigma = noisy(denoiser, batch)
+        return patcher.model.apply_model(x, sigma, **concatenated(denoiser.conditions(x, batch)))
+
+
+def noisy(denoiser, batch):
+    return batch.latents.to(denoiser.device), torch.full((2,), 0.7, device=denoiser.device)
 
 
 def assert_same(a, b):

@@ -21,6 +21,7 @@ from comfy.ldm.flux.model import Flux, FluxParams
 from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
+from graft.tests import dynamic_vram
 from graft.training.model import Batch
 
 
@@ -53,10 +54,12 @@ class Tiny:
     def __call__(self, seed=0):
         model_config = getattr(comfy.supported_models, self.config)(dict(self.unet))
         model_config.set_inference_dtype(torch.float32, None)
-        model = model_config.get_model({}, "")
+        with dynamic_vram.off():  # layers would get their weights with a file's
+            model = model_config.get_model({}, "")
         fill(model.diffusion_model, seed)
-        device = torch.device("cpu")
-        return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
+        device = comfy.model_management.get_torch_device()
+        patcher = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+        return patcher(model, load_device=device, offload_device=torch.device("cpu"))
 
     def conditioning(self, index):
         return {**image_conditioning(index, tokens=8, width=self.width, pooled=self.pooled), **self.extra()}
@@ -277,6 +280,7 @@ _FILE_UNET = {
 }
 
 
+@dynamic_vram.off()
 def _file_xl(*depth):
     return UNetModel(
         **_FILE_UNET,
@@ -294,6 +298,7 @@ def _file_xl(*depth):
     )
 
 
+@dynamic_vram.off()
 def _file_sd15():
     return UNetModel(
         **_FILE_UNET,
@@ -308,10 +313,12 @@ def _file_sd15():
     )
 
 
+@dynamic_vram.off()
 def _file_mmdit(depth=1, **extra):
     return OpenAISignatureMMDITWrapper(**_META, **_mmdit(depth, **extra))
 
 
+@dynamic_vram.off()
 def _file_flux(guidance=True):
     sizes = {"hidden_size": 128, "num_heads": 1, "axes_dim": [16, 56, 56], "mlp_ratio": 4.0}
     return Flux(**_META, **_flux(guidance_embed=guidance, **sizes))

@@ -19,6 +19,7 @@ from ..layer import LayerSpec
 from ..memory.store import Store
 from ..model import Batch, Conditioning, HeldBase, Sampling
 from . import weights
+from .at_rest import unload
 from .differentiable import differentiable
 from .fingerprint import fingerprint
 from .text_encoders import TextEncoders
@@ -53,10 +54,13 @@ class ComfyDenoiser:
 
     @cached_property
     def fingerprint(self) -> str:
-        patchers = [self.patcher, *([self.text.clip.patcher] if self.text else [])]
         text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
         parts = (self.network, self.patcher.patches, self.sampling, *text)
-        return fingerprint(*parts, patchers=tuple(patchers))
+        return fingerprint(*parts, patchers=self._patchers)
+
+    @property
+    def _patchers(self) -> tuple[Any, ...]:
+        return (self.patcher, self.text.clip.patcher) if self.text else (self.patcher,)
 
     @contextmanager
     def hold(self, dtype: torch.dtype, store: str = "resident") -> Iterator[HeldBase]:
@@ -64,8 +68,7 @@ class ComfyDenoiser:
 
         Everything ComfyUI has on the device is unloaded first.
         """
-        comfy.model_management.unload_all_models()
-        comfy.model_management.soft_empty_cache()
+        unload(*self._patchers)
         with ExitStack() as stack:
             stack.enter_context(training_mode())
             for name, value in {**self.patcher.object_patches, "manual_cast_dtype": dtype}.items():

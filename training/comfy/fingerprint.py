@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import comfy.model_management
 import torch
 from torch import Tensor
+
+from .at_rest import is_loaded, unload
 
 SAMPLED = 16
 """Tensors of each part whose numbers are looked at; a file of 24 GB is not read for its name."""
@@ -18,11 +19,11 @@ def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
     """Digest modules, patches and numbers: names and shapes of all their tensors, every single number, and
     the first 4 KB of `SAMPLED` weights of each part.
 
-    `patchers` hold the modules' weights, and are unloaded first: in a loaded model ComfyUI may have merged a
-    LoRA into the weights of all its clones, or cast the small ones. Loose parameters, which it may leave cast
-    afterwards, count by name and shape only.
+    `patchers` hold the modules' weights, and are brought to rest first. Loose parameters, which ComfyUI may
+    leave cast afterwards, count by name and shape only.
     """
-    _unload(patchers)
+    if any(map(is_loaded, patchers)):
+        unload(*patchers)
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(b"part;")
@@ -35,12 +36,6 @@ def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
                     start = tensor.detach().flatten()[:1024].to("cpu", torch.float32)
                 digest.update(start.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _unload(patchers: tuple[Any, ...]) -> None:
-    loaded = comfy.model_management.loaded_models()
-    if any(patcher.is_clone(other) for patcher in patchers for other in loaded if other is not None):
-        comfy.model_management.unload_all_models()
 
 
 def _sample(tensors: Mapping[str, Tensor]) -> list[str]:

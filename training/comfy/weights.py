@@ -51,7 +51,7 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
     with ExitStack() as undo:
         for path, module in network.named_modules():
             found = {**dict(module._parameters), **dict(module._buffers)}
-            weights = {n: ordinary(t) for n, t in found.items() if t is not None}
+            weights = {n: _as_in_model(ordinary(t), module, n) for n, t in found.items() if t is not None}
             if path in specs:
                 kept = {
                     n: _packed(t, found[n], module if n == "weight" else None) for n, t in weights.items()
@@ -92,6 +92,16 @@ def ordinary(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     )
+
+
+def _as_in_model(tensor: Tensor, module: nn.Module, name: str) -> Tensor:
+    """Return a weight as the model has it: under dynamic VRAM it still has the file's dtype, and is rounded
+    only on its way to the device.
+    """
+    dtype = getattr(module, f"{name}_comfy_model_dtype", None)
+    if dtype is None or isinstance(tensor, QuantizedTensor) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype) if dtype.itemsize <= tensor.dtype.itemsize else tensor
 
 
 def _spec(module: nn.Module) -> LayerSpec | None:

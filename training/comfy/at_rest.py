@@ -1,0 +1,26 @@
+"""Models at rest: with the weights that their files gave them, in host memory.
+
+In a loaded model ComfyUI may have merged a LoRA into the weights that all its clones share, or cast small
+ones. `unload_all_models` leaves as they are those that it computes with on the CPU, as it often does with
+text encoders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_management
+
+
+def unload(*patchers: Any) -> None:
+    """Unload every model of the compute device, and those of the devices that the ModelPatchers load to."""
+    devices = [comfy.model_management.get_torch_device(), *(patcher.load_device for patcher in patchers)]
+    for device in dict.fromkeys(devices):
+        comfy.model_management.free_memory(1e30, device)
+    comfy.model_management.soft_empty_cache()
+
+
+def is_loaded(patcher: Any) -> bool:
+    """Say whether a ModelPatcher or a clone of it is loaded."""
+    loaded = comfy.model_management.loaded_models()
+    return any(patcher.is_clone(other) for other in loaded if other is not None)
