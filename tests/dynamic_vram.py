@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from . import card
@@ -58,6 +60,11 @@ def off() -> Iterator[None]:
         yield
     finally:
         state.aimdo_enabled = before
+
+
+def is_off(why: str) -> pytest.MarkDecorator:
+    """Mark tests that cannot run under dynamic VRAM."""
+    return pytest.mark.skipif(os.environ.get("GRAFT_TEST_DEVICE") == "dynamic", reason=why)
 
 
 class Mapped:

@@ -23,6 +23,9 @@ from graft.tests import card, dynamic_vram
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
 atexit.register(shutil.rmtree, BASE, ignore_errors=True)
+DEVICE = os.environ.get("GRAFT_TEST_DEVICE", "cpu")
+collect_ignore = ["test_on_a_card.py"] if DEVICE in ("card", "dynamic") else ["test_crossings.py"]
+collect_ignore += [] if DEVICE == "dynamic" else ["test_dynamic_vram.py"]
 
 
 def bootstrap() -> None:
@@ -36,11 +39,10 @@ def bootstrap() -> None:
     sys.path.insert(
         0, str(COMFYUI)
     )  # first, so that `nodes` and `utils` are ComfyUI's even under `python -m pytest`
-    device = os.environ.get("GRAFT_TEST_DEVICE", "cpu")
-    if device in ("card", "dynamic"):
+    if DEVICE in ("card", "dynamic"):
         card.install()
-    options = {"cpu": ["--cpu"], "cuda": []}.get(device, ["--directml"])
-    options += [] if device == "cpu" else ["--force-fp32", "--fp32-vae", "--fp32-text-enc"]  # to compare with
+    options = {"cpu": ["--cpu"], "cuda": []}.get(DEVICE, ["--directml"])
+    options += [] if DEVICE == "cpu" else ["--force-fp32", "--fp32-vae", "--fp32-text-enc"]  # to compare with
     argv, sys.argv = sys.argv, ["main.py", *options, "--base-directory", str(BASE)]
     try:
         import comfy.options
@@ -49,7 +51,7 @@ def bootstrap() -> None:
         import comfy.cli_args
     finally:
         sys.argv = argv
-    if device == "dynamic":
+    if DEVICE == "dynamic":
         dynamic_vram.install()
     assert comfy.cli_args.args.base_directory == str(BASE), "comfy.cli_args was imported before this conftest"
 
@@ -72,9 +74,7 @@ def base() -> Path:
 @pytest.fixture(scope="session")
 def comfy_server(comfyui, tmp_path_factory):
     """One running ComfyUI with Graft, shared by all tests; `.base` is its base directory. Do not kill it."""
-    with server(
-        comfyui, tmp_path_factory.mktemp("server"), cpu=os.environ.get("GRAFT_TEST_DEVICE") != "cuda"
-    ) as running:
+    with server(comfyui, tmp_path_factory.mktemp("server"), cpu=DEVICE != "cuda") as running:
         yield running
 
 

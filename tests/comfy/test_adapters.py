@@ -144,7 +144,7 @@ MODULES = {
         lambda m: m(torch.linspace(-1, 1, 48).reshape(1, 6, 8)),
     ),
     "clip": (
-        lambda: comfy.clip_model.CLIPEmbeddings(32, **FACTORY),
+        dynamic_vram.off()(lambda: comfy.clip_model.CLIPEmbeddings(32, **FACTORY)),
         lambda m: m(torch.tensor([[49406, 7, 7, *[49407] * 74]])),
     ),
 }

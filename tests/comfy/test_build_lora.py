@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from graft.nodes.lora import BuildLora
 from graft.nodes.lora_settings import LoraSettings
+from graft.tests import dynamic_vram
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.training.adapters import build_adapters, select
 from graft.training.comfy.denoiser import ComfyDenoiser
@@ -82,6 +83,7 @@ def test_the_node_lists_what_of_the_file_fits_nothing(model):
     )
 
 
+@dynamic_vram.is_off("it merges nothing into the weights in memory")
 @pytest.mark.parametrize(("size", "rank"), [("as in the file", 4), ("as set here", 8)])
 def test_step_0_computes_what_the_stock_loader_makes_of_the_file(model, base, size, rank):
     config, _ = built(start_from="begun.safetensors", start_size=size)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import nodes
 from graft.nodes import lora_tools
+from graft.tests import dynamic_vram
 from graft.training.comfy import lora_files
 from graft.training.tools.merge import AlreadyMerged, NotMerged
 
@@ -85,6 +86,9 @@ def clip():
     return Clip(comfy.model_patcher.ModelPatcher(network, torch.device("cpu"), torch.device("cpu")))
 
 
+merged = dynamic_vram.is_off("it merges nothing into the weights in memory")
+
+
 def loaded(patcher):
     """The weights that ComfyUI computes with, and then its own again."""
     patcher.patch_model(torch.device("cpu"))
@@ -98,6 +102,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@merged
 def test_merge_adds_the_difference_and_unmerge_restores_every_bit(model, clip):
     before, clip_before = loaded(model), loaded(clip.patcher)
     merged, merged_clip, report = lora_files.merge_lora(model, clip, "first.safetensors", 0.5, 1.0)
@@ -114,6 +119,7 @@ def test_merge_adds_the_difference_and_unmerge_restores_every_bit(model, clip):
     assert same(loaded(model), before) and not model.patches and not model.attachments
 
 
+@merged
 def test_one_of_two_loras_is_taken_out_and_the_other_stays(model):
     first = lora_files.merge_lora(model, None, "first.safetensors", 1.0, 1.0)[0]
     both = lora_files.merge_lora(first, None, "second.safetensors", 1.0, 1.0)[0]
@@ -143,6 +149,7 @@ def nodes_of(*nodes):
     return {str(i): {"class_type": kind, "inputs": inputs} for i, (kind, inputs) in enumerate(nodes)}
 
 
+@merged
 def test_a_checkpoint_merged_into_loads_as_the_patched_model_computes(execute, base, model):
     execute(
         nodes_of(
@@ -163,6 +170,7 @@ def test_a_checkpoint_merged_into_loads_as_the_patched_model_computes(execute, b
         assert torch.allclose(weight, patched[key.removeprefix("model.")], atol=1e-5)
 
 
+@merged
 def test_an_extracted_lora_loads_in_the_stock_loader_and_gives_the_tuned_model(execute, base, model):
     execute(
         nodes_of(
@@ -190,6 +198,7 @@ def difference(model, tensors):
     return {key: patched[key] - plain[key] for key in plain}
 
 
+@merged
 @pytest.mark.parametrize("layout", ["kohya", "native", "diffusers"])
 def test_a_converted_lora_does_the_same_in_the_stock_loader(execute, base, model, layout):
     values = {

@@ -9,6 +9,7 @@ from comfy.ldm.flux.model import Flux, FluxParams
 from safetensors.torch import save_file
 
 from graft.benchmarks.base_models import SMALL
+from graft.tests import dynamic_vram
 from graft.tests.comfy.tiny_models import FILES, fields, state_dict
 from graft.training.adapters import select
 from graft.training.cli import main
@@ -18,6 +19,7 @@ from graft.training.config import AdapterConfig
 from graft.training.headless.plan import memory, pixels
 from graft.training.memory.forecast import forecast
 
+pytestmark = dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
 TINY_TEXT = Text(8, 64, 2048)
 """What the SD3 files take here; U-Nets are as they are."""
 PLANNED = [name for name, (_, family) in FILES.items() if family in TEXTS and "Flux" not in family]

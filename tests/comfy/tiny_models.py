@@ -51,15 +51,15 @@ class Tiny:
     extra: Callable = dict
     """Further conditioning."""
 
-    def __call__(self, seed=0):
+    def __call__(self, seed=0, patcher=None):
         model_config = getattr(comfy.supported_models, self.config)(dict(self.unet))
         model_config.set_inference_dtype(torch.float32, None)
         with dynamic_vram.off():  # layers would get their weights with a file's
             model = model_config.get_model({}, "")
         fill(model.diffusion_model, seed)
         device = comfy.model_management.get_torch_device()
-        patcher = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
-        return patcher(model, load_device=device, offload_device=torch.device("cpu"))
+        usual = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+        return (patcher or usual)(model, load_device=device, offload_device=torch.device("cpu"))
 
     def conditioning(self, index):
         return {**image_conditioning(index, tokens=8, width=self.width, pooled=self.pooled), **self.extra()}
