@@ -198,6 +198,17 @@ def test_a_run_saved_and_resumed_is_bit_equal(name, trained, tmp_path):
 
 
 @every
+def test_a_training_after_sampling_with_its_lora_starts_from_the_base_again(name, trained):
+    """For sampling ComfyUI merges the LoRA into the encoders, which may be on the CPU beside a graphics card."""
+    patcher, clip, denoiser, dataset, state = trained(name)
+    _, patched = with_lora(patcher, clip, state, denoiser.family)
+    with torch.no_grad():
+        encoded(patched, CAPTIONS[0])
+    again = train(ComfyDenoiser(patcher, clip), dataset, CONFIG, None, steps=1)
+    assert again.losses == state.losses[:1] and again.base == state.base
+
+
+@every
 def test_the_lora_leaves_as_clip(name, trained):
     patcher, clip, denoiser, _, state = trained(name)
     _, patched = with_lora(patcher, clip, state, denoiser.family)
