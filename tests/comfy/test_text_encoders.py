@@ -199,7 +199,7 @@ def test_a_run_saved_and_resumed_is_bit_equal(name, trained, tmp_path):
 
 @every
 def test_a_training_after_sampling_with_its_lora_starts_from_the_base_again(name, trained):
-    """For sampling ComfyUI merges the LoRA into the encoders, which may be on the CPU beside a graphics card."""
+    """For sampling ComfyUI merges the LoRA into the encoders, even if they are on the CPU beside a card."""
     patcher, clip, denoiser, dataset, state = trained(name)
     _, patched = with_lora(patcher, clip, state, denoiser.family)
     with torch.no_grad():
