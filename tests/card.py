@@ -12,6 +12,7 @@ for a device that it knows nothing of.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from torch import Tensor
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "card"
+DEVICE = os.environ.get("GRAFT_TEST_DEVICE", "cpu")
+"""Where the tests run: "cpu", "cuda", "card", or "dynamic", which is the card under dynamic VRAM."""
+PRETENDED = DEVICE in ("card", "dynamic")
 
 HOST, EXTENSION = 1, 12
 """Devices in a DLPack capsule (dlpack.h, DLDeviceType); torch takes the second for PrivateUse1."""
@@ -37,9 +41,9 @@ On a graphics card, the program waits at each."""
 _kernels: list[torch.library.Library] = []
 
 
-def install() -> torch.device:
-    """Make the device known to torch, and to ComfyUI under the name of its option; return it."""
-    _setup_privateuseone_for_python_backend(NAME, _Module())  # type: ignore[no-untyped-call]
+def install() -> None:
+    """Make the device known to torch, and to ComfyUI under the name of its option."""
+    _setup_privateuseone_for_python_backend(NAME, _Module())
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(_compute, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
@@ -51,15 +55,14 @@ def install() -> torch.device:
     aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     _kernels.extend((everything, aten))
     torch.version.cuda = None  # as in a torch for another kind of device: ComfyUI asks
-    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]
+    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)
     device = torch.device(NAME, 0)
     option = types.ModuleType("torch_directml")
     vars(option).update(device=lambda number=0: device, device_name=lambda number: NAME)
     sys.modules["torch_directml"] = option
-    return device
 
 
-class _Module(_DummyBackendModule):  # type: ignore[no-untyped-call,misc]
+class _Module(_DummyBackendModule):
     """What torch asks of `torch.card`."""
 
     @staticmethod
@@ -70,22 +73,22 @@ class _Module(_DummyBackendModule):  # type: ignore[no-untyped-call,misc]
 def _set_data(tensor: Tensor, data: Tensor) -> None:
     """Set `tensor.data`, which torch lets move between the CPU and a graphics card, but not this one."""
     if tensor.device == data.device:
-        torch._C.TensorBase.data.__set__(tensor, data)  # type: ignore[attr-defined]
+        torch._C.TensorBase.data.__set__(tensor, data)
     else:
-        torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))
 
 
 def _compute(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute on the CPU what torch has no other kernel for."""
     _assert_together(operation, (*args, *kwargs.values()))
-    writes, makes, numbers, returned = _schema(operation)
+    writes, makes, tensors, returned = _schema(operation)
     names = (argument.name for argument in operation._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs} if writes else {}
     by_name = {name: _mapped(_host, value) for name, value in kwargs.items()}
     made = [name for name in makes if given[name].numel() == 0]
     by_name |= {name: torch.empty_like(by_name[name]) for name in made}  # may grow, as a view may not
     on_host = [
-        torch.tensor(value) if a.name in numbers and isinstance(value, int | float) else _mapped(_host, value)
+        torch.tensor(value) if a.name in tensors and isinstance(value, int | float) else _mapped(_host, value)
         for a, value in zip(operation._schema.arguments, args, strict=False)
     ]
     if operation is torch.ops.aten._local_scalar_dense.default:
@@ -169,10 +172,10 @@ class _Tensor(ctypes.Structure):
 
 def _relabelled(tensor: Tensor, kind: int) -> Tensor:
     """Return a tensor over the same memory as one of another device."""
-    capsule = torch._C._to_dlpack(tensor.detach())  # type: ignore[attr-defined]
+    capsule = torch._C._to_dlpack(tensor.detach())
     device = _Tensor.from_address(_pointer(capsule, b"dltensor")).device
     device.kind, device.number = kind, 0
-    return torch._C._from_dlpack(capsule)  # type: ignore[attr-defined,no-any-return]
+    return torch._C._from_dlpack(capsule)
 
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer

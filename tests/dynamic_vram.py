@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +63,7 @@ def off() -> Iterator[None]:
 
 def is_off(why: str) -> pytest.MarkDecorator:
     """Mark tests that cannot run under dynamic VRAM."""
-    return pytest.mark.skipif(os.environ.get("GRAFT_TEST_DEVICE") == "dynamic", reason=why)
+    return pytest.mark.skipif(card.DEVICE == "dynamic", reason=why)
 
 
 class Mapped:

@@ -199,9 +199,9 @@ def backward(
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by `factor`."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+    found = [p.grad for p in parameters if p.grad is not None] if factor != 1.0 else []
+    if found:
+        torch._foreach_mul_(found, factor)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:

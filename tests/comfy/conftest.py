@@ -8,7 +8,6 @@ COMFYUI_PATH chooses another ComfyUI.
 import asyncio
 import atexit
 import copy
-import os
 import shutil
 import sys
 import tempfile
@@ -19,12 +18,12 @@ import pytest
 import graft
 from graft.demo.runtime import find_comfyui, install_graft, server
 from graft.tests import card, dynamic_vram
+from graft.tests.card import DEVICE, PRETENDED
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
 atexit.register(shutil.rmtree, BASE, ignore_errors=True)
-DEVICE = os.environ.get("GRAFT_TEST_DEVICE", "cpu")
-collect_ignore = ["test_on_a_card.py"] if DEVICE in ("card", "dynamic") else ["test_crossings.py"]
+collect_ignore = ["test_on_a_card.py"] if PRETENDED else ["test_crossings.py"]
 collect_ignore += [] if DEVICE == "dynamic" else ["test_dynamic_vram.py"]
 
 
@@ -39,7 +38,7 @@ def bootstrap() -> None:
     sys.path.insert(
         0, str(COMFYUI)
     )  # first, so that `nodes` and `utils` are ComfyUI's even under `python -m pytest`
-    if DEVICE in ("card", "dynamic"):
+    if PRETENDED:
         card.install()
     options = {"cpu": ["--cpu"], "cuda": []}.get(DEVICE, ["--directml"])
     options += [] if DEVICE == "cpu" else ["--force-fp32", "--fp32-vae", "--fp32-text-enc"]  # to compare with

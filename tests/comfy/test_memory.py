@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from graft.tests.card import DEVICE, PRETENDED
 from graft.tests.comfy.tiny_models import TINY
 from graft.tests.memory.helpers import measured, step_gradients
 from graft.training.adapters import select
@@ -57,9 +58,7 @@ UPPER_BOUNDS = ("hidream",)
 """Its experts are chosen by numbers: the forecast lets every expert see every token."""
 
 
-counted = pytest.mark.skipif(
-    os.environ.get("GRAFT_TEST_DEVICE") in ("card", "dynamic"), reason="there a view counts like a copy"
-)
+counted = pytest.mark.skipif(PRETENDED, reason="there a view counts like a copy")
 
 
 @counted
@@ -86,7 +85,7 @@ def test_a_block_keeps_less_than_selective_checkpointing_and_that_less_than_ever
     assert kept[0] > kept[1] > kept[2]
 
 
-@pytest.mark.skipif(os.environ.get("GRAFT_TEST_DEVICE", "cpu") != "cpu", reason="it goes to the device")
+@pytest.mark.skipif(DEVICE != "cpu", reason="it goes to the device")
 @pytest.mark.parametrize("name", ["sd3", "sdxl"])
 def test_a_base_in_the_compute_dtype_is_not_copied(name):
     denoiser = ComfyDenoiser(TINY[name]())

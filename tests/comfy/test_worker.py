@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from graft.tests.card import PRETENDED
 from graft.training.comfy import workers
 from graft.training.headless import launch
 from graft.training.job import compile_job
@@ -50,9 +51,7 @@ def difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-own_processes = pytest.mark.skipif(
-    os.environ.get("GRAFT_TEST_DEVICE") in ("card", "dynamic"), reason="processes of their own have no card"
-)
+own_processes = pytest.mark.skipif(PRETENDED, reason="processes of their own have no card")
 
 
 @own_processes

@@ -133,16 +133,14 @@ def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
     All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude is left as it
     is.
     """
-    with_factors = [adapter for adapter in adapters.values() if config.max_norm and adapter.factors()]
-    if not with_factors:
-        return 0
-    norms = torch.stack([adapter.product().norm() for adapter in with_factors]).tolist()
-    too_large = [(a, norm) for a, norm in zip(with_factors, norms, strict=True) if norm > config.max_norm]
-    for adapter, norm in too_large:
-        factors = adapter.factors()
-        for factor in factors:
-            factor.mul_((config.max_norm / norm) ** (1 / len(factors)))
-    return len(too_large)
+    scaled = [adapter for adapter in adapters.values() if adapter.factors()] if config.max_norm else []
+    norms = torch.stack([adapter.product().norm() for adapter in scaled]).tolist() if scaled else []
+    for adapter, norm in zip(scaled, norms, strict=True):
+        if norm > config.max_norm:
+            factors = adapter.factors()
+            for factor in factors:
+                factor.mul_((config.max_norm / norm) ** (1 / len(factors)))
+    return sum(norm > config.max_norm for norm in norms)
 
 
 __all__ = [

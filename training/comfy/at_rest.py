@@ -13,9 +13,9 @@ import comfy.model_management
 
 
 def unload(*patchers: Any) -> None:
-    """Unload every model of the compute device, and those of the devices that the ModelPatchers load to."""
-    devices = [comfy.model_management.get_torch_device(), *(patcher.load_device for patcher in patchers)]
-    for device in dict.fromkeys(devices):
+    """Unload every model of the compute devices, and those of the devices that the ModelPatchers load to."""
+    comfy.model_management.unload_all_models()
+    for device in dict.fromkeys(patcher.load_device for patcher in patchers):
         comfy.model_management.free_memory(1e30, device)
     comfy.model_management.soft_empty_cache()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .at_rest import is_loaded, unload
 
 SAMPLED = 16
-"""Tensors of each part whose numbers are looked at; a file of 24 GB is not read for its name."""
+"""At least so many tensors of each part have their numbers looked at; a file of 24 GB is not read whole."""
 
 
 def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:

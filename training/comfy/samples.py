@@ -28,6 +28,7 @@ from ..family import Family
 from ..loop import STOP, OnStep, Progress
 from ..memory.placement import is_out_of_memory
 from ..state import TrainState
+from .at_rest import unload
 from .output import with_lora
 
 log = logging.getLogger(__name__)
@@ -170,8 +171,7 @@ def _picture(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        comfy.model_management.unload_all_models()
-        comfy.model_management.soft_empty_cache()
+        unload()
         log.warning("Graft: memory does not suffice for the sample %r at %dx%d.", prompt, width, height)
     return None
 

@@ -23,6 +23,7 @@ import folder_paths
 from ..loop import STOP, OnStep, Progress
 from ..run import Run, latest
 from ..state import TrainState
+from .at_rest import unload
 
 LAUNCH = Path(__file__).resolve().parents[1] / "headless" / "launch.py"
 POLL_SECONDS = 0.2
@@ -43,8 +44,7 @@ def train(
         return last - first
     if node is None or not isinstance(prompt, Mapping) or node not in prompt:
         raise ValueError("gpus: only a Train Steps that stands in the queued graph itself can use several.")
-    comfy.model_management.unload_all_models()
-    comfy.model_management.soft_empty_cache()
+    unload()
     with tempfile.TemporaryDirectory(prefix="graft-gpus-", ignore_cleanup_errors=True) as scratch:
         graph, words = Path(scratch) / "graph.json", Path(scratch) / "words.log"
         graph.write_text(json.dumps(prompt), encoding="utf-8")
