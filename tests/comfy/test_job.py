@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,8 @@ def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path):
     job["config"]["process"][0]["train"]["steps"] = 5000
     file.write_text(json.dumps(job))
     command = [sys.executable, "-c", CLI, str(ROOT), "train", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell put the tests behind &
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hears) as process:
         while process.poll() is None and not any(
             found.read_text().count("\n") > 3 for found in tmp_path.glob(log)
         ):
@@ -131,6 +133,7 @@ def steps(log):
 
 CLI = """
 import importlib.util, sys
+from functools import partial
 from pathlib import Path
 root = Path(sys.argv[1])
 spec = importlib.util.spec_from_file_location(
