@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from graft.tests.adapters.cases import METHODS, adapter_config, train_config
@@ -50,6 +51,18 @@ def test_an_unknown_mode_is_refused_by_name():
 
 def test_blocks_are_found_by_segments_of_their_path():
     assert list(repeated_blocks(TinyDenoiser().module, ("blocks.*",))) == ["blocks.0", "blocks.1"]
+
+
+def test_inputs_given_by_name_are_kept_as_others_are_so_that_they_can_wait_in_host_memory():
+    class Block(nn.Module):
+        def forward(self, img, vec=None):
+            return img * vec
+
+    network, kept = nn.ModuleList([Block()]), []
+    img, vec = (torch.randn(4, requires_grad=True) * 1 for _ in range(2))
+    with checkpointed(network, ("0",), "block"), saved_tensors_hooks(lambda t: kept.append(t) or t, bool):
+        network[0](vec=vec, img=img)
+    assert {t.data_ptr() for t in kept} >= {img.data_ptr(), vec.data_ptr()}
 
 
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):

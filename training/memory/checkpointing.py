@@ -70,7 +70,14 @@ def block_of(path: str, blocks: tuple[str, ...]) -> str | None:
 def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    inputs = (*args, *kwargs.values())  # in a closure they would not be released
+    call = partial(_call, forward, tuple(kwargs))
+    return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
+    first = len(inputs) - len(names)
+    return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
 
 def _block_offload(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
