@@ -14,6 +14,7 @@ import pytest
 import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+from torch.nn.attention import SDPBackend
 
 from graft.tests import dynamic_vram
 from graft.training.adapters import attach, restore_adapters
@@ -171,6 +172,16 @@ def test_an_attention_without_backward_is_never_used(patcher, monkeypatch):
     )
     start, state = initial_state(ComfyDenoiser(patcher), CONFIG), run(patcher, steps=2)
     assert not [name for name in state.weights if torch.equal(start.weights[name], state.weights[name])]
+
+
+def test_cudnns_attention_is_left_out_while_the_base_is_held(patcher, monkeypatch):
+    preferred = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    monkeypatch.setattr(comfy.ops, "SDPA_BACKEND_PRIORITY", preferred, raising=False)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    with ComfyDenoiser(patcher).hold(torch.float32):
+        assert preferred == [SDPBackend.EFFICIENT_ATTENTION] and not torch.backends.cuda.cudnn_sdp_enabled()
+    assert preferred == [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
 
 
 def test_a_layer_that_is_no_nn_linear_is_trained(patcher):

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import comfy.model_management
+import comfy.ops
+import torch
+from torch.nn.attention import SDPBackend
 
 try:
     from comfy.quant_ops import QuantizedTensor
@@ -25,16 +28,24 @@ def running_server() -> Any:
 
 @contextlib.contextmanager
 def training_mode() -> Iterator[None]:
-    """Tell ComfyUI to leave out kernels that have no backward, where it has that switch."""
+    """Tell ComfyUI to leave out kernels that have no backward, where it has that switch, and cuDNN's
+    attention, whose backward has given NaN (diffusers issue 9768, pytorch pull request 171627).
+    """
     management: Any = comfy.model_management
-    before = getattr(management, "in_training", None)
-    if before is not None:
+    in_training = getattr(management, "in_training", None)
+    preferred: list[SDPBackend] = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", [])
+    before, cudnn = list(preferred), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    preferred[:] = [backend for backend in before if backend != SDPBackend.CUDNN_ATTENTION]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if in_training is not None:
         management.in_training = True
     try:
         yield
     finally:
-        if before is not None:
-            management.in_training = before
+        if in_training is not None:
+            management.in_training = in_training
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        preferred[:] = before
 
 
 __all__ = ["QuantizedTensor", "running_server", "training_mode"]
