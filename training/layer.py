@@ -34,6 +34,8 @@ class LayerSpec:
     embeddings."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
+    packed: int | None = None
+    """Bytes of the weight where its file has rounded it to fewer bits; None for ordinary numbers."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from graft.training.comfy.outline import TEXTS, Text, outline, outlined_batch
 from graft.training.config import AdapterConfig
 from graft.training.headless.plan import memory, pixels
 from graft.training.memory.forecast import forecast
+from graft.training.memory.store import bytes_of
 
 pytestmark = dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
 TINY_TEXT = Text(8, 64, 2048)
@@ -42,12 +43,26 @@ def test_every_file_is_planned_without_its_weights(name, monkeypatch, tmp_path):
     assert 0 < found.kept < found.peak and found.flops > 0
 
 
-def test_flux_is_planned_at_its_real_width(monkeypatch, tmp_path):
+def flux(monkeypatch, tmp_path, prefix="model.diffusion_model.", dtype=torch.bfloat16):
     settings = {n: v for n, v in SMALL["flux"].network.items() if n in ("image_model", *fields(FluxParams))}
     network = Flux(**settings, device="meta", operations=comfy.ops.manual_cast)
-    shapes = {f"model.diffusion_model.{key}": tensor for key, tensor in network.state_dict().items()}
+    shapes = {f"{prefix}{key}": tensor.to(dtype) for key, tensor in network.state_dict().items()}
     monkeypatch.setattr(module, "_shapes", lambda path: shapes)
-    denoiser = outline(tmp_path / "flux.safetensors")
+    return outline(tmp_path / "flux.safetensors")
+
+
+def test_a_file_in_fp8_is_planned_as_that(monkeypatch, tmp_path):
+    small, plain = (flux(monkeypatch, tmp_path, "", dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    sizes = [bytes_of(d.specs, d.family.blocks, "resident", torch.bfloat16) for d in (small, plain)]
+    assert sizes[0] == sizes[1] / 2
+    batch = outlined_batch(small, 1, 256, 256)
+    adapted = select(small.specs, small.family, AdapterConfig())
+    found = [forecast(d, adapted, AdapterConfig(), batch, "none", torch.bfloat16) for d in (small, plain)]
+    assert found[0] == found[1]
+
+
+def test_flux_is_planned_at_its_real_width(monkeypatch, tmp_path):
+    denoiser = flux(monkeypatch, tmp_path)
     adapted = select(denoiser.specs, denoiser.family, AdapterConfig())
     batch = outlined_batch(denoiser, 1, 1024, 1024)
     plain, selective, block = (

@@ -71,6 +71,28 @@ def test_patches_on_the_model_count_wherever_the_weights_are_kept(store):
     assert gradients(patcher, store, "sd3")[0] != plain
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_weights_that_comfyui_keeps_in_fp8_are_trained_on_as_they_are(store):
+    """A mixed-precision checkpoint's weights are tensors of a class of ComfyUI's own."""
+    layouts = pytest.importorskip("comfy.quant_ops")
+    plain, packed = TINY["flux"](), TINY["flux"]()
+    specs = ComfyDenoiser(plain).specs
+    found = [path for path, spec in specs.items() if spec.kind == "linear" and "blocks" in path]
+    for path in found:
+        ours, theirs = (p.model.diffusion_model.get_submodule(path) for p in (plain, packed))
+        small = layouts.QuantizedTensor.from_float(ours.weight.detach(), "TensorCoreFP8Layout")
+        ours.weight.data = small.dequantize().to(ours.weight.dtype)
+        theirs.weight = torch.nn.Parameter(small, requires_grad=False)
+    held = ComfyDenoiser(packed).specs
+    assert all(held[path].packed == specs[path].shape[0] * specs[path].shape[1] + 4 for path in found)
+    if store in ("resident", "offload", "fp8", "int8"):  # nf4 rounds again
+        exact, same = gradients(plain, "resident", "flux"), gradients(packed, store, "flux")
+        assert exact[0] == same[0] and torch.equal(exact[1], same[1])
+    patched = packed.clone()
+    patched.patches = {f"diffusion_model.{found[0]}.weight": []}
+    assert ComfyDenoiser(patched).specs[found[0]].packed is None
+
+
 class Loaded(torch.Tensor):
     """A weight as ComfyUI-GGUF keeps it: packed bytes that say the shape of what they stand for."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,7 +13,8 @@ from graft.tests.adapters.cases import adapter_config, train_config
 from graft.tests.memory.helpers import step_gradients
 from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.layer import LayerSpec
-from graft.training.memory.offload import Ring, inputs_on_host
+from graft.training.memory import offload
+from graft.training.memory.offload import Ring, StreamCopier, inputs_on_host
 from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
 from graft.training.memory.store import STORES, Store, bytes_of
 
@@ -64,7 +69,9 @@ def test_only_large_linear_layers_of_blocks_are_rounded():
 def test_what_a_file_rounded_to_eight_bits_is_not_rounded_again():
     small, scale = weight().to(torch.float8_e4m3fn), torch.tensor(2.0)
     store = Store("int8", ("blocks.*",), torch.float32, CPU)
-    fetch = store.fetch_of("blocks.0.mlp", LayerSpec("linear", (128, 256)), scaled(small, scale))
+    fetch = store.fetch_of(
+        "blocks.0.mlp", LayerSpec("linear", (128, 256), packed=32772), scaled(small, scale)
+    )
     assert torch.equal(fetch(torch.float32, CPU), small.float() * 2)
 
 
@@ -92,6 +99,12 @@ def test_offloaded_blocks_cost_two_of_them_on_the_device():
     assert sizes["resident"] == 11 * 8192 and sizes["offload"] == 3 * 8192 and sizes["int8"] == 6 * 8192
 
 
+def test_what_a_file_rounded_counts_as_the_file_has_it():
+    specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64), packed=4096) for i in range(10)}
+    sizes = {store: bytes_of(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
+    assert sizes == {"resident": 40960, "fp8": 40960, "int8": 40960, "nf4": 21145, "offload": 8192}
+
+
 class Logging:
     """A copier that copies nothing and remembers in which order it was asked."""
 
@@ -105,6 +118,9 @@ class Logging:
     def finish(self, ticket):
         self.log.append(("finish", int(ticket[0])))
         return ticket
+
+    def wait(self):
+        self.log.append(("wait", None))
 
 
 def ring(count, ahead):
@@ -136,6 +152,118 @@ def test_a_ring_asked_in_another_order_gives_what_was_asked_for():
     made = ring(6, ahead=3)
     for key in [0, 1, 2, 3, 4, 5, 0, 1, 5, 3, 3, 0, 2, 4]:
         assert int(made.fetch(key)[0]) == key
+
+
+class LazyDevice:
+    """Streams as queues: nothing is done before somebody waits, and memory is given away as soon as the
+    program has let go of it.
+    """
+
+    def __init__(self):
+        self.now, self.memory, self.free = self.Stream(), [], []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.queue = []
+
+        def wait_stream(self, other):
+            self.queue.append(partial(other.run, len(other.queue)))
+
+        def wait_event(self, event):
+            self.queue.append(partial(event.stream.run, event.count))
+
+        def run(self, count):
+            for index in range(count):
+                work, self.queue[index] = self.queue[index], bool
+                work()
+
+        def synchronize(self):
+            self.run(len(self.queue))
+
+    class Event:
+        def record(self, stream):
+            self.stream, self.count = stream, len(stream.queue)
+
+    @contextmanager
+    def stream(self, stream):
+        self.now, before = stream, self.now
+        yield
+        self.now = before
+
+    def current_stream(self, device):
+        return self.now
+
+
+class OnDevice:
+    """A number in a place of the device's memory."""
+
+    def __init__(self, device, number):
+        if not device.free:
+            device.free.append(len(device.memory))
+            device.memory.append(None)
+        self.device, self.place = device, device.free.pop()
+        device.now.queue.append(partial(device.memory.__setitem__, self.place, number))
+
+    def __del__(self):
+        self.device.free.append(self.place)
+
+
+@dataclass
+class OnHost:
+    device: LazyDevice
+    number: int
+    nbytes = 8
+
+    def to(self, device, non_blocking):
+        return OnDevice(self.device, self.number)
+
+
+@pytest.mark.parametrize("first", ["copies", "computation"])
+def test_however_far_the_program_is_ahead_every_layer_computes_with_its_own_weight(monkeypatch, first):
+    device, seen = LazyDevice(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    made = Ring(StreamCopier(CPU), ahead=2 * OnHost.nbytes)
+    for number in range(5):
+        made.add(number, OnHost(device, number))
+    step = [0, 1, 2, 3, 4, 3, 2, 1, 0] * 3
+    for key in step:
+        place = made.fetch(key).place  # nobody keeps the weight
+        device.now.queue.append(lambda place=place: seen.append(device.memory[place]))
+    if first == "copies":
+        made.copier.wait()
+    device.now.synchronize()
+    assert seen == step and len(device.memory) <= 4
+    made.clear()
+    assert not made.host and not made.on_the_way
+
+
+def test_pinned_memory_is_shared_in_pieces_and_given_back(monkeypatch):
+    pieces = []
+    monkeypatch.setattr(offload, "PIECE", 4096)
+    monkeypatch.setattr(
+        offload, "pinned_bytes", lambda size: pieces.append(size) or torch.empty(size, dtype=torch.uint8)
+    )
+    memory, given = offload.PinnedMemory(), [weight(8, 8), weight(40, 40).bfloat16(), torch.tensor(2.0)]
+    taken = [memory.take(tensor) for tensor in given]
+    assert pieces == [4096]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(taken, given, strict=True))
+    assert all(t.storage_offset() * t.itemsize % offload.ALIGNMENT == 0 for t in taken)
+    memory.take(weight())
+    assert pieces == [4096, 128 * 256 * 4]
+    memory.release()
+    assert not memory.rooms
+
+
+@pytest.mark.parametrize("free", [1 << 20, 1 << 40])
+def test_where_the_system_pins_no_more_weights_stay_where_they_are(monkeypatch, caplog, free):
+    def refuse(size):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(offload, "pinned_bytes", refuse)
+    monkeypatch.setattr(offload, "free_bytes", lambda device: free)
+    memory, tensor = offload.PinnedMemory(), weight()
+    assert memory.take(tensor) is tensor and memory.take(tensor) is tensor
+    assert caplog.text.count("only 0.0 GiB of the base fit into pinned host memory") == 1
 
 
 def test_inputs_that_are_in_host_memory_stay_where_they_are():

@@ -50,7 +50,8 @@ class ComfyDenoiser:
 
     @cached_property
     def specs(self) -> Mapping[str, LayerSpec]:
-        return {**weights.layer_specs(self.network), **(self.text.specs if self.text else {})}
+        own = weights.layer_specs(self.network, self.patcher.patches, NETWORK)
+        return {**own, **(self.text.specs if self.text else {})}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -75,6 +76,7 @@ class ComfyDenoiser:
                 stack.callback(_set_attribute(self.model, name, value))
             try:
                 kept = Store(store, self.family.blocks, dtype, self.device)
+                stack.callback(kept.release)
                 base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
                 stack.enter_context(differentiable(self.network))
                 if self.text is not None:

@@ -23,6 +23,7 @@ from ..family import family_of
 from ..model import Batch
 from .denoiser import ComfyDenoiser
 from .loading import require_safetensors
+from .weights import FLOAT8
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ def outline(path: Path) -> ComfyDenoiser:
     """
     shapes = _shapes(path)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(shapes)
+    prefix = prefix if any(key.startswith(prefix) for key in shapes) else ""  # of diffusion_models
     config = comfy.model_detection.model_config_from_unet(shapes, prefix)
     if config is None:
         raise ValueError(f"{path.name}: not a base model that ComfyUI recognises; give its own file.")
     config.set_inference_dtype(torch.bfloat16, None)
     model = config.get_model(shapes, prefix, device=torch.device("meta"))
     _without_numbers(model.diffusion_model)
+    _rounded_as(shapes, prefix, model.diffusion_model)
     cpu = torch.device("cpu")
     return ComfyDenoiser(comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
 
@@ -104,6 +107,15 @@ def _without_numbers(network: nn.Module) -> None:
                     if tensor is not None:
                         fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                         slot[name] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _rounded_as(shapes: Mapping[str, Tensor], prefix: str, network: nn.Module) -> None:
+    """Let the weights that the file has in 8 bits say so."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for path, module in network.named_modules():
+            found, weight = shapes.get(f"{prefix}{path}.weight"), getattr(module, "weight", None)
+            if found is not None and weight is not None and found.dtype in FLOAT8:
+                module.weight = nn.Parameter(torch.empty(weight.shape, dtype=found.dtype), False)
 
 
 _DTYPES: Mapping[str, torch.dtype] = {

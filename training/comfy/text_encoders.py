@@ -52,7 +52,7 @@ class TextEncoders:
             return {
                 f"{TEXT}{name}.{path}": spec
                 for name, encoder in self.encoders.items()
-                for path, spec in weights.layer_specs(encoder).items()
+                for path, spec in weights.layer_specs(encoder, self.clip.patcher.patches, name).items()
                 if spec.kind == "linear" and _depth(path) < self._used(name)
             }
 

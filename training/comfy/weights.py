@@ -9,7 +9,7 @@ all is as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..forward import set_forward
 from ..layer import FrozenLayer, LayerSpec
 from ..memory.gguf import packed_gguf
-from ..memory.quantize import Packed, plain, scaled
+from ..memory.quantize import Packed, Parts, plain, scaled
 from ..memory.store import Store
 from ..model import HeldBase
 from .versions import QuantizedTensor
@@ -30,12 +30,19 @@ from .versions import QuantizedTensor
 FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 
 
-def layer_specs(network: nn.Module) -> dict[str, LayerSpec]:
+def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = "") -> dict[str, LayerSpec]:
     """Return what an adapter could sit on, by module path, found by role: quantised linears are no
     `nn.Linear`.
+
+    Weights in `patches`, by path with `prefix` before, are ordinary numbers in training whatever their file
+    has.
     """
-    found = ((path, _spec(module)) for path, module in network.named_modules())
-    return {path: spec for path, spec in found if spec is not None}
+    specs: dict[str, LayerSpec] = {}
+    for path, module in network.named_modules():
+        spec = _spec(module, is_patched=f"{prefix}.{path}.weight" in patches)
+        if spec is not None:
+            specs[path] = spec
+    return specs
 
 
 @contextmanager
@@ -46,7 +53,7 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
     ComfyUI model unloaded, so that the modules hold the plain host weights.
     """
     assert not torch.is_inference_mode_enabled()
-    specs = layer_specs(network)
+    specs = layer_specs(network, patcher.patches, prefix)
     layers: dict[str, FrozenLayer] = {}
     with ExitStack() as undo:
         for path, module in network.named_modules():
@@ -104,21 +111,22 @@ def _as_in_model(tensor: Tensor, module: nn.Module, name: str) -> Tensor:
     return tensor.to(dtype) if dtype.itemsize <= tensor.dtype.itemsize else tensor
 
 
-def _spec(module: nn.Module) -> LayerSpec | None:
+def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         return None
     shape = tuple(weight.shape)
+    packed = None if is_patched else _packed_bytes(weight)
     if hasattr(module, "in_features") and hasattr(module, "out_features") and len(shape) == 2:
         sides: Any = module  # quantised weights may have another shape
-        return LayerSpec("linear", (int(sides.out_features), int(sides.in_features)))
+        return LayerSpec("linear", (int(sides.out_features), int(sides.in_features)), packed=packed)
     if hasattr(module, "kernel_size") and not getattr(module, "transposed", False) and len(shape) in (3, 4):
         if getattr(module, "padding_mode", "zeros") != "zeros":
             return None
         options = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
-        return LayerSpec(f"conv{len(shape) - 2}d", shape, options)
+        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, packed)
     if hasattr(module, "num_embeddings") and len(shape) == 2:
-        return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx})
+        return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx}, packed)
     return None
 
 
@@ -131,19 +139,44 @@ def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
     if from_gguf is not None:
         return from_gguf
     if isinstance(tensor, QuantizedTensor):
-        return Packed((tensor,), lambda parts, dtype: _dequantised(parts[0]).to(dtype))
+        return _packed_as_comfyui(tensor)
     scale = getattr(module, "scale_weight", None)
     if tensor.dtype in FLOAT8 and scale is not None:
         return scaled(tensor, ordinary(scale))
     return plain(tensor)
 
 
+def _packed_as_comfyui(tensor: Any) -> Packed:
+    names, context = tensor.__tensor_flatten__()
+    shape, stride = tensor.shape, tensor.stride()
+
+    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
+        inner = dict(zip(names, parts, strict=True))
+        again = type(tensor).__tensor_unflatten__(inner, context, shape, stride)
+        return again.dequantize().to(dtype)  # type: ignore[no-any-return]
+
+    return Packed(tuple(ordinary(getattr(tensor, name)) for name in names), unpack)
+
+
+def _packed_bytes(weight: Tensor) -> int | None:
+    """Return the bytes of a weight that its file has rounded to fewer bits, else None."""
+    if isinstance(weight, QuantizedTensor):
+        return _packed_as_comfyui(weight).nbytes
+    if _gguf_type(weight):
+        return weight.as_subclass(Tensor).nbytes
+    return weight.nbytes if weight.dtype in FLOAT8 else None
+
+
 def _gguf(tensor: Tensor, loaded: Any) -> Packed | None:
     """Return what a loader of GGUF files left packed; None for plain weights and those of other files."""
+    kind = _gguf_type(loaded)
+    return packed_gguf(tensor, kind, tuple(loaded.shape)) if kind else None
+
+
+def _gguf_type(loaded: Any) -> str | None:
+    """Return the type of what a GGUF file has packed, such as "Q4_K"; None for plain numbers."""
     kind = getattr(getattr(loaded, "tensor_type", None), "name", None)
-    if kind is None or kind in ("F32", "F16"):
-        return None
-    return packed_gguf(tensor, kind, tuple(loaded.shape))
+    return None if kind in ("F32", "F16") else kind
 
 
 def _patched(patcher: Any, key: str, weight: Packed) -> Packed:

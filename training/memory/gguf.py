@@ -109,7 +109,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 def _q6_k(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)
     high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts[:, None]) & 3).view(-1, 8, 32)
     numbers = (low | (high << 4)).view(-1, 16, 16).float() - 32
     factor = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()

@@ -7,6 +7,7 @@ no streams (and on the CPU, where there is nowhere to copy to) a fetch is a plai
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,6 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from .usage import free_bytes
+
+log = logging.getLogger(__name__)
 
 SMALLEST_INPUT = 1 << 20
 """Bytes; smaller inputs of a block stay where they are."""
@@ -30,9 +35,17 @@ class Copier(Protocol):
         """Return the copy, ready for use."""
         ...
 
+    def wait(self) -> None:
+        """Return when nothing is copied any more."""
+        ...
+
 
 class StreamCopier:
-    """Copies on a stream of its own; for CUDA, ROCm and XPU."""
+    """Copies on a stream of its own; for CUDA, ROCm and XPU.
+
+    A copy begins when the device has done what it was given so far. So the memory of weights that were used
+    is free for it, and the program, which runs ahead of the device, takes no more than the ring allows.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,6 +53,7 @@ class StreamCopier:
         self.stream = self.module.Stream(device)
 
     def begin(self, host: Tensor) -> Any:
+        self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
             copy = host.to(self.device, non_blocking=True)
             event = self.module.Event()
@@ -48,10 +62,12 @@ class StreamCopier:
 
     def finish(self, ticket: Any) -> Tensor:
         copy, event = ticket
-        current = self.module.current_stream(self.device)
-        current.wait_event(event)
-        copy.record_stream(current)  # or its memory might be reused while a kernel still reads it
+        self.module.current_stream(self.device).wait_event(event)
         return copy  # type: ignore[no-any-return]
+
+    def wait(self) -> None:
+        """Return when all copies are done."""
+        self.stream.synchronize()
 
 
 class Ring:
@@ -73,6 +89,12 @@ class Ring:
     def add(self, key: Hashable, host: Tensor) -> None:
         """Hold `host` under a key of its own."""
         self.host[key] = host
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.copier.wait()
+        self.on_the_way.clear()
+        self.host.clear()
 
     def fetch(self, key: Hashable) -> Tensor:
         """Return the tensor on the device, and start copying what came after it before."""
@@ -102,9 +124,69 @@ def has_streams(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host copy that `device` can read while it computes; the tensor itself where there is none."""
-    return tensor.cpu().pin_memory() if has_streams(device) else tensor
+class PinnedMemory:
+    """Host memory that a device can read while it computes.
+
+    PyTorch rounds every request up to a power of two, so tensors share pieces of that size. Where the host
+    has no more of it, they stay where they are, and the program waits for every copy.
+    """
+
+    def __init__(self) -> None:
+        self.rooms: list[Tensor] = []
+        """What is left of each piece, as bytes."""
+        self.taken = 0
+        """Bytes."""
+        self.is_full = False
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return a pinned copy of a host tensor, or the tensor itself where there is no room."""
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        index = next((i for i, room in enumerate(self.rooms) if len(room) >= size), len(self.rooms))
+        if index == len(self.rooms) and not self._grow(max(size, PIECE)):
+            return tensor
+        room = self.rooms[index]
+        self.rooms[index] = room[size:]
+        self.taken += size
+        return room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _grow(self, size: int) -> bool:
+        if self.is_full:
+            return False
+        free = free_bytes(torch.device("cpu"))
+        try:
+            if free is not None and free < size + HOST_RESERVE:
+                raise MemoryError(f"{free / 2**30:.1f} GiB are free")
+            self.rooms.append(pinned_bytes(size))
+        except (RuntimeError, MemoryError) as error:  # systems set limits of their own
+            self.is_full = True
+            log.warning(
+                "Graft: only %.1f GiB of the base fit into pinned host memory (%s); copying the rest holds "
+                "every step up. Set base to 'fp8' in Memory Settings to copy half as much, or none.",
+                *(self.taken / 2**30, error),
+            )
+        return not self.is_full
+
+    def release(self) -> None:
+        """Give all of it back to the system; no tensor in it may be in use."""
+        self.rooms.clear()
+        empty = getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            empty()
+
+
+def pinned_bytes(size: int) -> Tensor:
+    """Return (size,) uint8. Raises RuntimeError where the system refuses."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+PIECE = 1 << 29
+"""Bytes of pinned memory that are asked for at once."""
+
+ALIGNMENT = 256
+"""Bytes, as kernels like it."""
+
+HOST_RESERVE = 2 << 30
+"""Bytes of host memory that are never pinned: without any, the system ends programs."""
 
 
 @contextmanager

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ..layer import Fetch, LayerSpec
 from .checkpointing import block_of
-from .offload import Ring, StreamCopier, has_streams, pinned
+from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Packed, pack, plain
 
 STORES = ("resident", "fp8", "int8", "nf4", "offload")
 """On the device in the compute dtype; there in fewer bits; in host memory."""
 
 UNPLACED = "unplaced"
-"""Left where the file's loader put them, for a forecast, which computes nothing."""
+"""Left where the file's loader put them and placed at each use: for a forecast, which computes nothing, and
+where every weight is read once."""
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Store:
     dtype: torch.dtype
     device: torch.device
     ring: Ring | None = None
+    pinned: PinnedMemory = field(default_factory=PinnedMemory)
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights in host memory."""
 
@@ -43,32 +45,35 @@ class Store:
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)
 
+    def release(self) -> None:
+        """Let go of what is kept in host memory; no layer may be used any more."""
+        if self.ring is not None:
+            self.ring.clear()
+        self.pinned.release()
+
     def fetch_of(self, path: str, spec: LayerSpec, weight: Packed) -> Fetch:
         """Take a layer's host weight and return the function that brings it in."""
         if self.name == UNPLACED:
-            return _fetch(weight)
+            return lambda dtype, device: self._placed(weight).weight(dtype).to(device)
         block = block_of(path, self.blocks)
-        if block is not None and self._quantises(spec, weight):
+        if block is not None and is_rounded(spec, self.name):
             whole = moved(weight, self.device).weight(torch.float32)
             return _fetch(pack(whole, self.name, self.dtype))
         if self.name == "offload" and block is not None:
             return self._offloaded(path, block, weight)
-        placed = moved(weight, self.device)
-        return _fetch(plain(placed.weight(self.dtype)) if _is_plain(placed) else placed)
+        return _fetch(self._placed(weight))
 
-    def _quantises(self, spec: LayerSpec, weight: Packed) -> bool:
-        """Say whether a block's layer is to be rounded; the file may have done so already."""
-        has_few_bits = not _is_plain(weight) and self.name != "nf4"
-        is_large = spec.kind == "linear" and _size(spec) >= SMALLEST
-        return self.name in FORMATS and is_large and not has_few_bits
+    def _placed(self, weight: Packed) -> Packed:
+        placed = moved(weight, self.device)
+        return plain(placed.weight(self.dtype)) if _is_plain(placed) else placed
 
     def _offloaded(self, path: str, block: str, weight: Packed) -> Fetch:
         host = plain(weight.weight(self.dtype)) if _is_plain(weight) else weight
         ring = self.ring
-        if ring is None or any(type(part) is not Tensor for part in host.parts):
+        if ring is None:
             return lambda dtype, device: moved(host, device).weight(dtype)
         for index, part in enumerate(host.parts):
-            ring.add((path, index), pinned(part, self.device))
+            ring.add((path, index), self.pinned.take(part.cpu()))
         self.sizes[block] = self.sizes.get(block, 0) + host.nbytes
         ring.ahead = max(self.sizes.values())
 
@@ -92,22 +97,31 @@ def _is_plain(weight: Packed) -> bool:
     return len(weight.parts) == 1 and weight.parts[0].dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
+def is_rounded(spec: LayerSpec, store: str) -> bool:
+    """Say whether `store` rounds a block's layer; its file may have done so already."""
+    is_large = spec.kind == "linear" and _size(spec) >= SMALLEST
+    return store in FORMATS and is_large and (spec.packed is None or store == "nf4")
+
+
 def _size(spec: LayerSpec) -> int:
     return torch.Size(spec.shape).numel()
 
 
 def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str, dtype: torch.dtype) -> int:
-    """Return how many bytes of the device the weights of these layers take, in one of STORES."""
+    """Return how many bytes of the device the weights of these layers take, in one of STORES.
+
+    What a file has rounded stays as it is there, but for "nf4", which rounds it further.
+    """
     bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13, "offload": 0.0}
     total = 0.0
     largest: dict[str, float] = {}
     for path, spec in specs.items():
         block = block_of(path, blocks)
-        whole = _size(spec) * dtype.itemsize
-        if block is None or store == "resident":
-            total += whole
-        elif store == "offload":
-            largest[block] = largest.get(block, 0.0) + whole
+        own = _size(spec) * dtype.itemsize if spec.packed is None else spec.packed
+        if block is not None and store == "offload":
+            largest[block] = largest.get(block, 0.0) + own
+        elif block is not None and is_rounded(spec, store):
+            total += _size(spec) * bits[store] / 8
         else:
-            total += _size(spec) * bits[store] / 8 if spec.kind == "linear" else whole
+            total += own
     return int(total + 2 * max(largest.values(), default=0.0))  # the block in use and the one on its way
