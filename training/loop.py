@@ -19,8 +19,9 @@ from .adapters import build_adapters, draws, initialise, named_parameters, needs
 from .config import TrainConfig, ValidationConfig
 from .coverage import Coverage
 from .memory.placement import Placement
-from .memory.plan import fitting
+from .memory.plan import budget_of, fitting
 from .memory.precision import compute_dtype
+from .memory.store import UNPLACED
 from .memory.usage import peak_bytes
 from .model import Batch, Dataset, Denoiser, Samples
 from .schedule import multiplier
@@ -111,8 +112,9 @@ def train(
     clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser.device)
     adapted = {path: denoiser.specs[path] for path in work.adapters}
-    plans = fitting(denoiser, adapted, config, largest_batch(dataset, config))
-    with Placement(denoiser, work.adapters, plans, dtype, compile=config.memory.compile) as placement:
+    budget = budget_of(denoiser, config.memory)
+    plans = fitting(denoiser, adapted, config, largest_batch(dataset, config), budget)
+    with Placement(denoiser, work.adapters, plans, dtype, budget, compile=config.memory.compile) as placement:
         held_out = partial(measure, denoiser, validation, work)
         placement.retrying(held_out, work.parameters)  # the run may have been interrupted before it could
         while work.step < clock.last and not is_over(config.validation, work.validations):
@@ -241,7 +243,7 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     adapters = build_adapters(select(denoiser.specs, denoiser.family, config.adapter), config.adapter)
     if needs_base(adapters):
         dtype = compute_dtype(config.memory, denoiser.device)
-        with torch.inference_mode(False), denoiser.hold(dtype) as base:
+        with torch.inference_mode(False), denoiser.hold(dtype, UNPLACED) as base:
             initialise(adapters, config.seed, base.layers, denoiser.device)
     else:
         initialise(adapters, config.seed)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,7 +16,8 @@ from graft.training.loop import initial_state, train
 from graft.training.memory.checkpointing import MODES
 from graft.training.memory.placement import is_out_of_memory
 from graft.training.memory.plan import candidates
-from graft.training.memory.store import STORES
+from graft.training.memory.store import STORES, UNPLACED
+from graft.training.memory.usage import limited_to
 from graft.training.run import run_key
 
 
@@ -37,6 +42,8 @@ class Small(TinyDenoiser):
         self.fails, self.calls, self.stores = fails, 0, []
 
     def hold(self, dtype, store="resident"):
+        if store == UNPLACED:
+            return super().hold(dtype, store)
         if self.fails(store, None):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         self.stores.append(store)
@@ -86,6 +93,46 @@ def test_other_errors_pass():
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "HIP out of memory. Tried to allocate 20.00 MiB",
+    ],
+)
+def test_libraries_that_get_no_memory_are_understood(words):
+    assert is_out_of_memory(RuntimeError(words))
+
+
+def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypatch):
+    """Windows does not fail where a card is full, but goes on in host memory."""
+    limits = []
+    monkeypatch.setattr("graft.training.memory.placement.limited_to", partial(noting, limits))
+    monkeypatch.setattr("graft.training.memory.placement.in_use", lambda device: 100)
+    denoiser = Small(lambda store, calls: calls is not None)
+    with pytest.raises(ValueError, match="memory ran out"):
+        trained({"budget_gb": 1.0, "base": "resident"}, denoiser)
+    assert limits == [100 + 2**30] * (len(MODES) - 1) + [None]
+
+
+@contextmanager
+def noting(limits, most, device):
+    limits.append(most)
+    yield
+
+
+def test_a_limit_is_a_share_of_the_card_and_ends_with_the_run(monkeypatch):
+    shares, card = [], SimpleNamespace(total_memory=8 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    with limited_to(2 << 30, torch.device("cuda")):
+        assert shares == [0.25]
+    assert shares == [0.25, 1.0]
+    with limited_to(9 << 30, torch.device("cuda")), limited_to(None, torch.device("cuda")):
+        assert shares[2:] == [1.0]
+
+
 def test_settings_are_kept_to():
     assert [plan.base for plan in candidates(MemoryConfig(base="nf4"))] == ["nf4"] * len(MODES)
     assert [str(plan) for plan in candidates(MemoryConfig(base="offload", checkpointing="block"))] == [
@@ -104,6 +151,13 @@ def test_a_run_is_the_same_run_wherever_its_data_is(base):
 
     moves = base in ("resident", "offload")
     assert (key(base=base, checkpointing="block", budget_gb=4.0) == key()) == moves
+
+
+@pytest.mark.parametrize("algorithm", ["dora", "pissa"])
+def test_methods_that_start_from_the_base_never_have_all_of_it_on_the_device(algorithm):
+    denoiser = Small(lambda store, calls: store == "resident")
+    start = initial_state(denoiser, train_config(adapter_config(algorithm)))
+    assert same(start.weights, initial_state(TinyDenoiser(), train_config(adapter_config(algorithm))).weights)
 
 
 def test_the_start_is_that_of_the_unrounded_base():

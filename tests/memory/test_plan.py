@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from graft.training.memory.plan import (
     RESERVE,
     Plan,
     adapter_bytes,
+    budget_of,
     candidates,
     fits_surely,
     fitting,
@@ -63,6 +65,23 @@ def test_the_fastest_plan_that_fits_is_chosen():
 def test_where_nothing_fits_the_smallest_is_tried_and_the_user_told(caplog):
     assert chosen(TinyDenoiser(), 1000) == [Plan("offload", "block-offload")]
     assert "no plan fits into 0.0 MiB" in caplog.text and "base to 'fp8' or 'nf4'" in caplog.text
+
+
+def test_what_is_free_is_asked_when_everything_else_is_unloaded(monkeypatch):
+    denoiser, held = TinyDenoiser(), []
+    hold = denoiser.hold
+
+    @contextmanager
+    def unloading(dtype, store):
+        with hold(dtype, store) as base:
+            held.append(store)
+            yield base
+            held.clear()
+
+    denoiser.hold = unloading
+    monkeypatch.setattr("graft.training.memory.plan.free_bytes", lambda device: len(held) * GIB)
+    assert budget_of(denoiser, MemoryConfig()) == GIB
+    assert budget_of(denoiser, MemoryConfig(budget_gb=3.0)) == 3 * GIB
 
 
 def test_a_plan_that_the_user_fixed_is_kept():

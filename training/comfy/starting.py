@@ -14,6 +14,7 @@ from ..adapters import build_adapters, needs_base, select
 from ..checkpoint import StateHandle, save_state
 from ..config import AdapterConfig, digest
 from ..lora_file import LoraFile, read_lora
+from ..memory.store import UNPLACED
 from ..start import Matched, Rows, config_from_file, match_layers, start_from_file
 from ..state import TrainState
 from ..tools.files import unmatched_lines
@@ -65,7 +66,7 @@ def first_state(
         chosen = {path: specs[path] for path in {*select(specs, family, config), *start.matched.layers}}
         layers = None
         if needs_base(build_adapters(chosen, config)):
-            layers = stack.enter_context(denoiser.hold(torch.float32)).layers
+            layers = stack.enter_context(denoiser.hold(torch.float32, UNPLACED)).layers
         weights = start_from_file(
             start.path, specs, family, config, seed=seed, layers=layers, names=start.names
         )

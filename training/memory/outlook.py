@@ -14,9 +14,9 @@ from ..layer import LayerSpec
 from ..model import Batch, Denoiser
 from ..objective import loss_at
 from .placement import Placement
-from .plan import GIB, Plan, fitting, gib, predictor, table
+from .plan import Plan, budget_of, fitting, gib, predictor, table
 from .precision import compute_dtype
-from .usage import free_bytes, peak_of, wait
+from .usage import peak_of, wait
 
 BANDWIDTH = 20e9
 """Bytes a second from host memory to the device, as PCIe 4 with 16 lanes gives in practice."""
@@ -44,7 +44,7 @@ def outlook(
 
     Raises ValueError for a network whose memory cannot be foreseen.
     """
-    budget = int(config.memory.budget_gb * GIB) or free_bytes(denoiser.device)
+    budget = budget_of(denoiser, config.memory)
     predict = predictor(denoiser, adapted, config, batch)
     try:
         found = [predict(plan) for plan in plans]
@@ -53,7 +53,7 @@ def outlook(
             f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
             "fastest plan and goes on with the next one when memory runs out."
         ) from error
-    fits = fitting(denoiser, adapted, config, batch, predict=predict)
+    fits = fitting(denoiser, adapted, config, batch, budget, predict)
     measured = probe(denoiser, adapted, config, batch, fits)
     foreseen = predict(measured.plan).step
     found = [replace(p, correction=measured.peak / foreseen.peak) for p in found]

@@ -22,13 +22,21 @@ from ..model import Denoiser, HeldBase
 from .checkpointing import checkpointed
 from .compiling import compiled, is_compile_error
 from .plan import Plan
+from .usage import in_use, limited_to
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
-"""What allocators say that have no exception of their own: the CPU's, and those of older devices."""
+OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",
+    "cudnn_status_alloc_failed",
+)
+"""What allocators say that have no exception of their own: the CPU's, libraries', and older devices'."""
 
 
 class Placement:
@@ -40,14 +48,17 @@ class Placement:
         adapters: Mapping[str, Adapter],
         plans: Sequence[Plan],
         dtype: torch.dtype,
+        budget: int | None = None,
         *,
         compile: bool = False,
     ) -> None:
+        """Keep to `budget` bytes beside those in use, as long as there is a plan that takes less."""
         self.denoiser = denoiser
         self.adapters = adapters
         self.plans = list(plans)
         """What is left to try; the first one holds."""
         self.dtype = dtype
+        self.most = None if budget is None else in_use(denoiser.device) + budget
         self.compile = compile
         """Whether the blocks are compiled; no longer once that has failed."""
         self.base: HeldBase | None = None
@@ -100,6 +111,8 @@ class Placement:
 
     def _hold(self) -> None:
         with ExitStack() as held:
+            most = self.most if len(self.plans) > 1 else None
+            held.enter_context(limited_to(most, self.denoiser.device))
             base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base))
             held.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
@@ -137,6 +150,6 @@ class Placement:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an allocation failed, on whichever device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)

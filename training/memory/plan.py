@@ -21,8 +21,7 @@ from ..model import Batch, Denoiser
 from .checkpointing import MODES
 from .forecast import Forecast, forecast
 from .precision import compute_dtype
-from .quantize import FORMATS
-from .store import STORES, bytes_of
+from .store import STORES, UNPLACED, bytes_of, is_rounded
 from .usage import free_bytes
 
 log = logging.getLogger(__name__)
@@ -108,22 +107,31 @@ def every_plan() -> Sequence[Plan]:
     return [Plan(base, mode) for base in STORES for mode in MODES]
 
 
+def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
+    """Return how many bytes of the device a run may take: what the settings say, or what is free once
+    everything else was unloaded; None where nobody knows.
+    """
+    if config.budget_gb:
+        return int(config.budget_gb * GIB)
+    with torch.inference_mode(False), denoiser.hold(compute_dtype(config, denoiser.device), UNPLACED):
+        return free_bytes(denoiser.device)
+
+
 def fitting(
     denoiser: Denoiser,
     adapted: Mapping[str, LayerSpec],
     config: TrainConfig,
     batch: Batch | None,
-    available: int | None = None,
+    budget: int | None,
     predict: Callable[[Plan], Prediction] | None = None,
 ) -> Sequence[Plan]:
-    """Return the candidates from the fastest one that fits on, to be tried in this order.
+    """Return the candidates from the fastest one that fits into `budget` on, to be tried in this order.
 
-    `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them. Memory
-    is the settings' budget, `available`, or what is free on the device; where nobody knows, everything fits.
-    `predict` is a `predictor` of the same, where the caller has one: what it has forecast is not done again.
+    `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them, and so
+    does no budget. `predict` is a `predictor` of the same, where the caller has one: what it has forecast is
+    not done again.
     """
     plans = candidates(config.memory)
-    budget = int(config.memory.budget_gb * GIB) or available or free_bytes(denoiser.device)
     if (
         batch is None
         or budget is None
@@ -176,12 +184,9 @@ def predictor(
 
 
 def whole_again(specs: Mapping[str, LayerSpec], plan: Plan, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest linear layer while it is made whole: its numbers, and those scaled."""
-    if plan.base not in FORMATS:
-        return 0
-    return (
-        2 * max((_size(spec) for spec in specs.values() if spec.kind == "linear"), default=0) * dtype.itemsize
-    )
+    """Return the bytes of the largest rounded layer while it is made whole: its numbers, and those scaled."""
+    rounded = (s for s in specs.values() if s.packed is not None or is_rounded(s, plan.base))
+    return 2 * max(map(_size, rounded), default=0) * dtype.itemsize
 
 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:

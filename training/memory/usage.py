@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +20,29 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
     return 0
+
+
+def in_use(device: torch.device) -> int:
+    """Return how many bytes this process's tensors take on `device`; 0 where that is not counted."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+@contextmanager
+def limited_to(most: int | None, device: torch.device) -> Iterator[None]:
+    """Let an allocation fail that would bring the process beyond `most` bytes.
+
+    Windows would move to host memory what a card has no room for, and every step would take ten times as
+    long.
+    """
+    if most is None or device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def free_bytes(device: torch.device) -> int | None:
