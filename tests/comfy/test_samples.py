@@ -91,6 +91,16 @@ def test_samples_show_the_lora_of_their_step_and_the_trigger(base):
     assert found["step-00000004-0.png"] != found["step-00000004-1.png"]
 
 
+def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt_weights(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
+    monkeypatch.setattr(samples_module, "_picture", lambda *arguments: drawn.append(arguments[3]))
+    plan = samples_module.SamplePrompts("clip", "vae", ("(happy:1.2) [trigger]",))
+    family = types.SimpleNamespace(bucket_step=16)
+    list(samples_module.pictures(plan, None, types.SimpleNamespace(step=0), family, "ganyu (genshin)"))
+    assert drawn == [r"(happy:1.2) ganyu \(genshin\)"]
+
+
 def test_samples_are_shown_on_the_node(execute, monkeypatch):
     shown = []
 

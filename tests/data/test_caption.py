@@ -27,8 +27,15 @@ def test_the_trigger_replaces_its_mark_or_goes_in_front(caption, expected):
 
 
 def test_a_trigger_may_hold_any_characters():
-    assert texts("a (cat)", trigger="(c+t)") == ["(c+t), a (cat)"]
-    assert texts("my (c+t)", trigger="(c+t)") == ["my (c+t)"]
+    assert texts("a cat", trigger="c+t*") == ["c+t*, a cat"]
+    assert texts("my c+t*", trigger="c+t*") == ["my c+t*"]
+
+
+@pytest.mark.parametrize("caption", ["my ganyu (genshin)", r"my ganyu \(genshin\)"])
+def test_brackets_are_escaped_once(caption):
+    assert texts(caption) == [r"my ganyu \(genshin\)"] == texts(caption, trigger="ganyu (genshin)")
+    assert texts("a bow", trigger="ganyu (genshin)") == [r"ganyu \(genshin\), a bow"]
+    assert texts(":)", suffix="(best)") == [r":\) \(best\)"]
 
 
 def test_regularisation_images_never_get_the_trigger():

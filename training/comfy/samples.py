@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ..data.caption import literal
 from ..family import Family
 from ..loop import STOP, OnStep, Progress
 from ..memory.placement import is_out_of_memory
@@ -156,7 +157,8 @@ def pictures(
     patched, clip = with_lora(model, plan.clip, state, family, strength)
     seed = plan.seed + (state.step if plan.walk_seed else 0)
     for prompt in plan.prompts:
-        yield _picture(plan, patched, clip, prompt.replace("[trigger]", trigger), seed, family.bucket_step)
+        text = prompt.replace("[trigger]", literal(trigger))
+        yield _picture(plan, patched, clip, text, seed, family.bucket_step)
 
 
 def _picture(

@@ -1,7 +1,8 @@
 """What the text encoder is given: filter, tag shuffle and dropout, then prefix and suffix, then the trigger.
 
-The one rule: the variations of a caption are a pure function of the caption and the settings, so they can be
-encoded once and cached, and the same caption costs nothing in the next run.
+A caption is text: brackets in it are letters, not a prompt's weights, and leave here escaped. The one rule:
+the variations of a caption are a pure function of the caption and the settings, so they can be encoded once
+and cached, and the same caption costs nothing in the next run.
 """
 
 from __future__ import annotations
@@ -35,15 +36,24 @@ def finish(caption: str, config: DatasetConfig) -> str:
     get it: there, [trigger] is taken out.
     """
     rules = config.caption
-    trigger = "" if config.regularisation else rules.trigger.strip()
+    trigger = "" if config.regularisation else literal(rules.trigger.strip())
     parts = (rules.prefix.strip(), caption.strip(), rules.suffix.strip())
-    text = " ".join(part for part in parts if part)
+    text = literal(" ".join(part for part in parts if part))
     if TRIGGER in text:
         text = text.replace(TRIGGER, trigger)
         return text if trigger else re.sub(r"\s+", " ", text).strip(" ,")
     if trigger and not re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text, re.IGNORECASE):
         return f"{trigger}, {text}" if text else trigger
     return text
+
+
+def literal(text: str) -> str:
+    """Return text as a prompt that means just these letters, whose brackets are no weights.
+
+    ComfyUI takes every bracket after a backslash as a letter (comfy/sd1_clip.py, escape_important), also for
+    text encoders that know no weights.
+    """
+    return re.sub(r"(?<!\\)[()]", r"\\\g<0>", text)
 
 
 def needs_trigger(captions: tuple[str, ...], config: DatasetConfig) -> bool:
