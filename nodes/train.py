@@ -164,7 +164,8 @@ class TrainSteps(io.ComfyNode):
             memory=memory_settings or MemoryConfig(),
             validation=held_out.config,
         )
-        warnings = run_notes(denoiser, config, model_file(cls.hidden.prompt, cls.hidden.unique_id))
+        file = model_file(cls.hidden.prompt, cls.hidden.unique_id)
+        warnings = run_notes(denoiser, config, file, dataset.index.buckets)
         for warning in warnings:
             log.warning("Graft: %s", warning)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))

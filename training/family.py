@@ -46,6 +46,8 @@ class Family:
     bucket_step: int = 16
     """Image sides are multiples of this many pixels: the VAE's reduction times what the network halves or
     patches."""
+    resolution: int = 0
+    """Pixels: the model was made for about resolution x resolution of them; 0 where it takes many sizes."""
     patch: int = 2
     """Latent cells per token along one side."""
     key_prefix: str = "lora_unet_"
@@ -191,6 +193,7 @@ _SDXL = Family(
     text_encoders={"clip_l": "lora_te1_", "clip_g": "lora_te2_"},
     pooled=("clip_g",),
     bucket_step=64,
+    resolution=1024,
     implementation="https://github.com/Stability-AI/generative-models",
     prediction="epsilon",
     export="unet",
@@ -202,6 +205,7 @@ _SD1 = replace(
     base_model="sd_v1",
     text_encoders={"clip_l": "lora_te_"},
     pooled=(),
+    resolution=512,
     implementation="https://github.com/CompVis/stable-diffusion",
 )
 _SD3 = Family(

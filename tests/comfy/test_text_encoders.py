@@ -24,6 +24,8 @@ from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.notes import model_file, run_notes
 from graft.training.comfy.output import with_lora
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.data import DatasetConfig
+from graft.training.data.caption import variations
 from graft.training.family import is_text
 from graft.training.formats import diffusers_tensors
 from graft.training.loop import initial_state, train
@@ -289,6 +291,32 @@ def test_train_steps_asks_for_the_clip_it_needs():
 def test_the_run_says_that_the_text_cache_is_off(trained):
     denoiser = trained("sd15")[2]
     assert "what the text cache holds" in run_notes(denoiser, CONFIG, "")[0]
+
+
+def test_a_resolution_beyond_the_bases_own_is_a_warning():
+    config = dataclasses.replace(CONFIG, adapter=AdapterConfig())
+    large, usual = [(832, 1216), (512, 512)], [(768, 768), (512, 768)]
+    [note] = run_notes(ComfyDenoiser(TINY["sd15"]()), config, "", large)
+    assert "SD1.5 was made for pictures of about 512 px and is trained at 1006" in note
+    assert not run_notes(ComfyDenoiser(TINY["sd15"]()), config, "", usual)
+    assert not run_notes(ComfyDenoiser(TINY["sdxl"]()), config, "", large)
+
+
+# Captions are text
+
+
+@pytest.mark.parametrize(
+    "caption",
+    ["ganyu (genshin impact), 1girl", "a ((b)), (c:1.3)", ":) and (unclosed", r"escaped \(already\)"],
+)
+@every
+def test_brackets_in_captions_are_letters_for_comfyuis_tokenizers(name, caption):
+    tokenizer = ENCODERS[name][1]()
+    [text] = variations((caption,), DatasetConfig())
+    written = caption.replace("\\(", "(").replace("\\)", ")")
+    assert tokenizer.tokenize_with_weights(text) == tokenizer.tokenize_with_weights(
+        written, disable_weights=True
+    )
 
 
 # Distilled bases

@@ -1,9 +1,9 @@
 """What a person should know of a run before it has cost time: a distilled base, patches, captions encoded
-anew."""
+anew, a resolution that the base was not made for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import TrainConfig
@@ -14,8 +14,13 @@ MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
 """Widgets in which loaders, ours and others', name the file of a base model."""
 
 
-def run_notes(denoiser: ComfyDenoiser, config: TrainConfig, file: str) -> list[str]:
-    """Return a sentence for everything unusual about a run on the base model in `file` ("": not known)."""
+def run_notes(
+    denoiser: ComfyDenoiser, config: TrainConfig, file: str, sizes: Iterable[tuple[int, int]] = ()
+) -> list[str]:
+    """Return a sentence for everything unusual about a run on the base model in `file` ("": not known).
+
+    `sizes` are those of the pictures, (width, height) in pixels.
+    """
     model_config, patches = denoiser.model.model_config, denoiser.patcher.patches
     family = family_of(type(model_config).__name__, model_config.unet_config, file=file)
     found = [] if patches else [f"{family.name}: {note}" for note in family.notes]
@@ -28,6 +33,12 @@ def run_notes(denoiser: ComfyDenoiser, config: TrainConfig, file: str) -> list[s
         found.append(
             "text encoders are trained: captions are encoded in every step, and what the text cache holds of "
             "them is not used."
+        )
+    made_for, side = family.resolution, max((width * height for width, height in sizes), default=0) ** 0.5
+    if made_for and side > 1.5 * made_for:
+        found.append(
+            f"{family.name} was made for pictures of about {made_for} px and is trained at {side:.0f}, where "
+            f"it tends to draw things twice; {made_for} is the resolution to set in Load Dataset."
         )
     return found
 
