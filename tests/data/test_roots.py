@@ -7,6 +7,7 @@ import yaml
 
 from graft.tests.data.helpers import add
 from graft.training.data import list_datasets, resolve_dataset
+from graft.training.data import roots as roots_module
 from graft.training.data.roots import yaml_lines
 
 links = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege on Windows")
@@ -37,6 +38,21 @@ def test_the_menu_lists_what_can_be_chosen(roots):
     assert found == ["cats", "photos", "photos/dogs"]
     assert all(resolve_dataset(name, roots).is_dir() for name in found)
     assert list_datasets([*roots, roots[0] / "gone"]) == found
+
+
+def test_the_menu_lists_folders_in_folders(roots):
+    (roots[0] / "kohya/img/10_woman").mkdir(parents=True), (roots[1] / "dogs/old").mkdir()
+    assert list_datasets(roots) == ["cats", "kohya", "kohya/img", "photos", "photos/dogs", "photos/dogs/old"]
+
+
+def test_the_menu_looks_at_a_bounded_number_of_files(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        for number in range(4):
+            (tmp_path / name / str(number)).mkdir(parents=True)
+    monkeypatch.setattr(roots_module, "LOOKED_AT", 7)
+    monkeypatch.setattr(roots_module, "OF_EACH", 3)
+    found = list_datasets([tmp_path])
+    assert [name[0] for name in found] == ["a"] * 4 + ["b"] * 4 + ["c"] * 2
 
 
 @pytest.mark.parametrize("name", ["../private", "cats/../../private", "..", "cats\\..\\..\\private"])

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 KIND = "graft_datasets"
 """Key in extra_model_paths.yaml."""
+LOOKED_AT, OF_EACH = 20_000, 500
+"""Entries looked at for folders in folders, in all and of each: the menu is made whenever a page loads."""
 
 
 def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
@@ -47,17 +50,30 @@ def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
 def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the names that can be chosen: folders in the first root (ComfyUI's input), then registered ones.
 
-    Folders inside folders are left out, but `resolve_dataset` takes them ("photos/cats").
+    Of a root come the folders in it and the folders in those, within LOOKED_AT and OF_EACH.
+    `resolve_dataset` takes any folder, however deep ("photos/2024/cats").
     """
+    budget = iter(range(LOOKED_AT))
     names: list[str] = []
     for number, root in enumerate(map(Path, roots)):
-        try:
-            with os.scandir(root) as entries:
-                below = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
-        except OSError:  # registered, but gone or not to be read: nothing to choose there
+        if not root.is_dir():  # registered, but gone
             continue
+        below = []
+        for child in _folders(root, count()):
+            deeper = _folders(root / child, islice(budget, OF_EACH))
+            below += [child, *(f"{child}/{name}" for name in deeper)]
         names += [root.name, *(f"{root.name}/{child}" for child in below)] if number else below
     return list(dict.fromkeys(names))
+
+
+def _folders(folder: Path, budget: Iterator[int]) -> list[str]:
+    """Return the names of the folders in a folder, sorted; takes one of `budget` for each entry looked at."""
+    try:
+        with os.scandir(folder) as entries:
+            seen = [entry for _, entry in zip(budget, entries, strict=False)]
+            return sorted(entry.name for entry in seen if entry.name[0] != "." and entry.is_dir())
+    except OSError:  # not to be read: nothing to choose there
+        return []
 
 
 def yaml_lines(folder: str | os.PathLike[str]) -> str:
