@@ -37,7 +37,8 @@ def _common_inputs() -> list[Any]:
             "missing_captions",
             options=["error", "empty", "trigger"],
             default="error",
-            tooltip="What to do with an image that has no caption.",
+            tooltip="An image without a caption is an error, or has an empty one, or the trigger word alone. "
+            "A trigger goes before an empty caption too.",
         ),
         io.Int.Input(
             "repeats", default=1, min=1, max=1000, tooltip="How often each image is seen in an epoch."

@@ -14,6 +14,8 @@ from graft.training.data import BucketConfig, DatasetConfig
 
 SMALL = DatasetConfig(bucket=BucketConfig(resolutions=(64,)))
 """64 x 64 pixels: 8 x 8 latents."""
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0"
+"""How a phone's photo begins."""
 
 
 class FakeEncoder:

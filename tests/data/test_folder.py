@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graft.tests.data.helpers import add, picture
+from graft.tests.data.helpers import HEIC, add, picture
 from graft.training.data import CaptionConfig, DatasetConfig, MaskConfig, fingerprint, scan
 from graft.training.data import folder as folder_module
 
@@ -48,8 +48,10 @@ def test_images_are_found_in_an_order_that_no_file_system_decides(tmp_path, monk
 
 def test_subfolders_are_read_only_when_asked(tmp_path):
     add(tmp_path, "a.png"), add(tmp_path, "deep/er/b.png")
-    assert names(scan(tmp_path)) == ["a.png"]
-    assert names(scan(tmp_path, DatasetConfig(recursive=True))) == ["a.png", "deep/er/b.png"]
+    (tmp_path / "5_more").mkdir()
+    images, everything = scan(tmp_path), scan(tmp_path, DatasetConfig(recursive=True))
+    assert names(images) == ["a.png"] and images.unread == 1
+    assert names(everything) == ["a.png", "deep/er/b.png"] and everything.unread == 0
 
 
 def test_a_folder_named_10_cat_is_read_with_ten_repeats(tmp_path):
@@ -117,7 +119,9 @@ def test_captions_saved_by_notepad_are_read(tmp_path, encoding):
 
 def test_a_missing_caption_is_an_error_unless_chosen_otherwise(tmp_path):
     add(tmp_path, "a.png", None), add(tmp_path, "b.png", "  \n")
-    with pytest.raises(ValueError, match=r"a\.png: no caption; add a\.txt(.|\n)*b\.png: no caption"):
+    with pytest.raises(
+        ValueError, match=r"a\.png: no caption; add a\.txt, or .* to 'trigger'(.|\n)*b\.png: no caption"
+    ):
         scan(tmp_path)
     assert captions(scan(tmp_path, captioned(missing="empty"))) == {"a.png": ("",), "b.png": ("",)}
     assert len(scan(tmp_path, captioned(missing="trigger", trigger="sks"))) == 2
@@ -195,16 +199,50 @@ def test_nothing_left_after_skipping_is_an_error(tmp_path):
 def test_a_missing_or_empty_folder_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="no such folder; create it"):
         scan(tmp_path / "nowhere")
-    (tmp_path / "photo.heic").touch()
-    with pytest.raises(ValueError, match=r"no images in this folder.*avif.*switch 'recursive' on"):
+    (tmp_path / "photo.raw").touch()
+    with pytest.raises(ValueError, match=r"no images in this folder \(avif, .*webp are read\)\.$"):
         scan(tmp_path)
+
+
+def test_a_folder_of_folders_names_those_that_can_be_chosen(tmp_path):
+    for name in ("img/10_woman/a.png", "img/5_face/b.png", "reg/1_woman/c.png", "old/more/d.png"):
+        add(tmp_path, name)
+    (tmp_path / "log").mkdir()
+    with pytest.raises(ValueError, match=r"There are some in img, old/more, reg inside it: choose one"):
+        scan(tmp_path)
+    assert names(scan(tmp_path / "img")) == ["10_woman/a.png", "5_face/b.png"]
 
 
 def test_files_that_are_no_images_are_counted(tmp_path):
     add(tmp_path, "a.png")
-    for name in ("a.heic", "b.HEIC", "notes.md", ".hidden", "._a.png"):
+    for name in ("a.mp4", "b.MP4", "notes.md", ".hidden", "._a.png"):
         (tmp_path / name).touch()
-    assert scan(tmp_path).ignored == ((".heic", 2), (".md", 1))
+    assert scan(tmp_path).ignored == ((".md", 1), (".mp4", 2))
+
+
+def test_a_photo_of_a_phone_is_named_with_what_to_do(tmp_path):
+    add(tmp_path, "a.png")
+    (tmp_path / "IMG_1.HEIC").write_bytes(HEIC)
+    with pytest.raises(ValueError, match=r"IMG_1\.HEIC: is a HEIC photo.*convert it to JPEG"):
+        scan(tmp_path)
+    assert [bad.name for bad in scan(tmp_path, SKIP).skipped] == ["IMG_1.HEIC"]
+
+
+def test_a_phones_photo_beside_its_converted_picture_is_no_image(tmp_path):
+    add(tmp_path, "IMG_1.jpg")
+    (tmp_path / "IMG_1.HEIC").write_bytes(HEIC)
+    images = scan(tmp_path)
+    assert names(images) == ["IMG_1.jpg"] and images.ignored == ((".heic", 1),)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a.txt and a.TXT are one file there")
+def test_extensions_of_captions_are_taken_in_any_case(tmp_path):
+    add(tmp_path, "A.JPG", None), add(tmp_path, "b.png", None)
+    (tmp_path / "A.TXT").write_text("loud"), (tmp_path / "b.Json").write_text('{"text": "mixed"}')
+    images = scan(tmp_path)
+    assert captions(images) == {"A.JPG": ("loud",), "b.png": ("mixed",)} and images.ignored == ()
+    (tmp_path / "A.txt").write_text("plain")
+    assert captions(scan(tmp_path))["A.JPG"] == ("plain",)
 
 
 def test_a_broken_metadata_line_is_named(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from graft.tests.data.helpers import add, picture
+from graft.tests.data.helpers import HEIC, add, picture
 from graft.training.data.augment import Jitter, recolour
 from graft.training.data.bucket import crop_box
 from graft.training.data.image import crop_mask, read_mask, read_picture
@@ -160,7 +160,8 @@ def test_a_whole_image_is_not_decoded_by_the_scan(tmp_path, monkeypatch):
     [
         ("empty.png", b"", r"empty \(0 bytes\)"),
         ("text.jpg", b"this is no image at all", "not an image, whatever its extension .jpg says"),
-        ("iphone.jpg", b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC photo"),
+        ("iphone.jpg", HEIC, "HEIC photo"),
+        ("IMG_1.HEIC", HEIC, "HEIC photo, which is not supported; convert it to JPEG or PNG"),
         ("script.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
     ],
 )

@@ -27,6 +27,16 @@ def test_the_summary_counts_what_the_scan_found(images):
     assert lines[1:] == ["Not images: 1 .mp4", "Left out: 1", "  empty.png: the file is empty (0 bytes)"]
 
 
+def test_the_summary_says_what_has_no_caption_and_which_folders_are_not_read(tmp_path):
+    add(tmp_path / "set", "a.png", None), add(tmp_path / "set", "b.png"), add(tmp_path / "set", "more/c.png")
+    empty = scan(tmp_path / "set", replace(SMALL, caption=CaptionConfig(missing="empty")))
+    called = scan(tmp_path / "set", replace(SMALL, caption=CaptionConfig(missing="empty", trigger="sks")))
+    assert "Without a caption: 1, trained with an empty one" in summary(empty).splitlines()
+    lines = summary(join([called, called])).splitlines()
+    assert lines.count('Without a caption: 1, trained with "sks" alone') == 2
+    assert lines[-1] == "Folders in the folder that are not read ('recursive' is off): 2"
+
+
 def test_the_report_says_what_is_trained(images, tmp_path):
     text = report(encode(images, FakeEncoder(), tmp_path / "cache"), batch_size=2)
     for line in (

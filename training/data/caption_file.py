@@ -18,6 +18,8 @@ from .image_file import BadImage
 
 CAPTION_FILES = (".txt", ".caption", ".json")
 METADATA = "metadata.jsonl"
+NO_CAPTION = "'missing captions' to 'trigger' (the trigger word alone) or 'empty'"
+"""What an error about a missing caption offers instead of one."""
 _KEYS = ("caption", "captions", "text", "prompt", "tags")
 """Where a JSON caption may be, in order of preference."""
 
@@ -29,8 +31,8 @@ class Places:
     folder: Path
     relative: str
     """The folder's path inside the dataset with forward slashes; "" for the dataset's own folder."""
-    files: frozenset[str]
-    """Names of the files in it."""
+    files: Mapping[str, str]
+    """Its caption files, by their names with the extension in lower case."""
     table: Mapping[str, tuple[str, ...]]
     """From every metadata.jsonl of the dataset: the image's path inside the dataset -> captions."""
 
@@ -85,8 +87,8 @@ def read_metadata(path: Path) -> dict[str, tuple[str, ...]]:
 
 def _from_file(extension: str) -> Callable[[str, Places], tuple[str, ...]]:
     def find(image: str, places: Places) -> tuple[str, ...]:
-        name = PurePosixPath(image).stem + extension
-        if name not in places.files:
+        name = places.files.get(PurePosixPath(image).stem + extension)
+        if name is None:
             return ()
         text = _read_text(places.folder / name)
         if extension != ".json":

@@ -15,7 +15,10 @@ class CaptionConfig:
     source: Literal["auto", "txt", "caption", "json", "jsonl", "file name", "folder name"] = "auto"
     """For cat.png, "auto" takes the first there is of cat.txt, cat.caption, cat.json and metadata.jsonl."""
     missing: Literal["error", "empty", "trigger"] = "error"
-    """What an image without a caption means. An empty caption file counts as missing."""
+    """What an image without a caption means. An empty caption file counts as missing.
+
+    With a trigger word, "empty" is that word alone too, since every caption gets it.
+    """
     trigger: str = ""
     """Replaces [trigger] in captions; put in front of captions that contain neither it nor [trigger]."""
     prefix: str = ""

@@ -12,19 +12,30 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ..config import digest
 from ..model import OnProgress
 from .caption import TRIGGER, needs_trigger
-from .caption_file import CAPTION_FILES, METADATA, Places, expected_file, find_captions, read_metadata
+from .caption_file import (
+    CAPTION_FILES,
+    METADATA,
+    NO_CAPTION,
+    Places,
+    expected_file,
+    find_captions,
+    read_metadata,
+)
 from .config import DatasetConfig
-from .image_file import EXTENSIONS, BadImage, read_header
+from .image_file import EXTENSIONS, HEIC, BadImage, read_header
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 
 MASK_SUFFIX = "-mask"
+SEARCHED = 1000
+"""At most so many folders are looked into to tell a person which of them hold images."""
 _MASK_FILES = ("file", "auto")
 
 
@@ -41,11 +52,26 @@ class _Folder:
     files: frozenset[str]
     bad: tuple[Skipped, ...]
     """Links that may not be followed and folders that cannot be read."""
+    below: tuple[str, ...]
+    """Paths of the folders in it, sorted."""
 
     @cached_property
     def images(self) -> list[str]:
-        """Image files in sorted order, masks among them."""
-        return sorted(name for name in self.files if PurePosixPath(name).suffix.lower() in EXTENSIONS)
+        """Image files in sorted order, masks among them; not the HEIC original of a picture beside it."""
+        common = [name for name in self.files if PurePosixPath(name).suffix.lower() in EXTENSIONS]
+        stems = {PurePosixPath(name).stem for name in common}
+        photos = [name for name in self.files if PurePosixPath(name).suffix.lower() in HEIC]
+        return sorted(common + [name for name in photos if PurePosixPath(name).stem not in stems])
+
+    @cached_property
+    def captions(self) -> Mapping[str, str]:
+        """Caption files by their names with the extension in lower case: a camera's A.JPG may have A.TXT."""
+        paths = [(name, PurePosixPath(name)) for name in sorted(self.files)]
+        return {
+            path.stem + path.suffix.lower(): name
+            for name, path in paths
+            if path.suffix.lower() in CAPTION_FILES
+        }
 
     @cached_property
     def by_stem(self) -> Mapping[str, list[str]]:
@@ -67,7 +93,7 @@ class _Folder:
     def twins(self, file: str) -> list[str]:
         """Return other images whose caption or mask would be the same file as this one's."""
         stem = PurePosixPath(file).stem
-        shared = stem in self.masks or any(stem + extension in self.files for extension in CAPTION_FILES)
+        shared = stem in self.masks or any(stem + extension in self.captions for extension in CAPTION_FILES)
         return [name for name in self.by_stem[stem] if name != file] if shared else []
 
     def name_of(self, file: str) -> str:
@@ -99,7 +125,8 @@ def scan(
     if bad and (not config.skip_bad or not len(table)):
         raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root))
     ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
-    return ImageSet(table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())))
+    unread = sum(not _is_read(name, config) for folder in folders for name in folder.below)
+    return ImageSet(table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())), unread)
 
 
 def fingerprint(root: str | os.PathLike[str], config: DatasetConfig | None = None) -> str:
@@ -132,13 +159,17 @@ def _walk(root: Path, config: DatasetConfig) -> Iterator[_Folder]:
         if real in seen:
             continue
         seen.add(real)
-        folder, below = _list(root, relative, config)
+        folder = _list(root, relative, config)
         yield folder
-        pending += [name for name in sorted(below, reverse=True) if config.recursive or _repeats_in(name)]
+        pending += [name for name in reversed(folder.below) if _is_read(name, config)]
 
 
-def _list(root: Path, relative: str, config: DatasetConfig) -> tuple[_Folder, list[str]]:
-    """Return one folder and the paths of the folders in it."""
+def _is_read(folder: str, config: DatasetConfig) -> bool:
+    """Say whether a folder in a folder that is read is read too."""
+    return config.recursive or bool(_repeats_in(folder))
+
+
+def _list(root: Path, relative: str, config: DatasetConfig) -> _Folder:
     files, below, bad = [], [], []
     try:
         with os.scandir(root / relative) as entries:
@@ -156,7 +187,7 @@ def _list(root: Path, relative: str, config: DatasetConfig) -> tuple[_Folder, li
                     files.append(entry.name)
     except OSError as error:
         bad.append(Skipped(relative or root.name, f"the folder cannot be read ({error.strerror or error})"))
-    return _Folder(relative, frozenset(files), tuple(bad)), below
+    return _Folder(relative, frozenset(files), tuple(bad), tuple(sorted(below)))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -175,8 +206,7 @@ def _inside(root: Path, path: str) -> bool:
 
 
 def _strangers(folder: _Folder) -> list[str]:
-    known = EXTENSIONS | set(CAPTION_FILES)
-    return [n for n in folder.files if PurePosixPath(n).suffix.lower() not in known and n != METADATA]
+    return list(folder.files - {*folder.images, *folder.captions.values(), METADATA})
 
 
 def _require_images(
@@ -186,9 +216,22 @@ def _require_images(
         return
     if bad := [item for folder in folders for item in folder.bad]:
         raise bad_files_error(bad, str(root))
-    deeper = "" if config.recursive else " If they are in subfolders, switch 'recursive' on."
     kinds = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
-    raise ValueError(f"{root}: no images in this folder ({kinds} are read).{deeper}")
+    message = f"{root}: no images in this folder ({kinds} are read)."
+    if deeper := ", ".join(_with_images(root, config)):
+        message += f" There are some in {deeper} inside it: choose one of these ('recursive' mixes them all)."
+    raise ValueError(message)
+
+
+def _with_images(root: Path, config: DatasetConfig) -> list[str]:
+    """Return the folders below the root that hold images themselves or in folders named 10_cat, up to ten."""
+    names = []
+    for folder in islice(_walk(root, replace(config, recursive=True)), SEARCHED):
+        path = PurePosixPath(folder.relative)
+        while _repeats_in(path.name):
+            path = path.parent
+        names += [str(path)] * bool(folder.images)
+    return list(dict.fromkeys(names))[:10]
 
 
 def _metadata(root: Path, folders: list[_Folder]) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
@@ -229,7 +272,7 @@ def _sample(
         raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
     header = read_header(path)
     mask = folder.masks.get(stem) if config.mask.source in _MASK_FILES else None
-    places = Places(path.parent, folder.relative, folder.files, metadata)
+    places = Places(path.parent, folder.relative, folder.captions, metadata)
     return Sample(
         name=folder.name_of(file),
         width=header.width,
@@ -248,7 +291,7 @@ def _captions(file: str, places: Places, config: DatasetConfig) -> tuple[str, ..
     if not captions:
         if config.caption.missing == "error":
             wanted = expected_file(file, config.caption)
-            raise BadImage(f"no caption; add {wanted}, or set 'missing captions' to 'empty' in Load Dataset")
+            raise BadImage(f"no caption; add {wanted}, or set {NO_CAPTION} in Load Dataset")
         captions = ("",)  # for "trigger", the trigger word is all that an empty caption becomes
     if needs_trigger(captions, config):
         raise BadImage(f"its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'")

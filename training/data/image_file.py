@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from PIL.TiffImagePlugin import TiffImageFile
 
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif"))
+HEIC = frozenset((".heic", ".heif"))
+"""Photos as phones keep them, read only where something in ComfyUI taught Pillow to (pillow-heif does)."""
 MIN_SIDE = 8
 """Pixels. Smaller images carry nothing to learn from; they are thumbnails or placeholders."""
 MAX_PIXELS = 178_956_970
 """Pillow's limit against decompression bombs, kept here because other software in the process may lift it."""
 
 # Others (EPS starts Ghostscript, PDF, FITS, ...) have no place in a training folder.
-_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB", "TIFF", "GIF")
+_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "HEIF", "BMP", "DIB", "TIFF", "GIF")
 
 
 class BadImage(ValueError):
@@ -179,7 +181,7 @@ def _looks_complete(path: Path, image: Image.Image) -> bool:
             return int.from_bytes(head[2:6], "little") <= size
         if image.format == "TIFF":
             return _tiff_end(cast("TiffImageFile", image)) <= size
-        return image.format == "AVIF" and _boxes_end(file) == size
+        return image.format in ("AVIF", "HEIF") and _boxes_end(file) == size
 
 
 def _tiff_end(image: TiffImageFile) -> float:
@@ -192,7 +194,7 @@ def _tiff_end(image: TiffImageFile) -> float:
 
 
 def _boxes_end(file: BinaryIO) -> int:
-    """Return where the last box of an ISO media file (AVIF) ends; -1 if it cannot be told."""
+    """Return where the last box of an ISO media file (AVIF, HEIC) ends; -1 if it cannot be told."""
     place = 0
     while len(head := _at(file, place, 16)) >= 8:
         length = int.from_bytes(head[:4], "big")

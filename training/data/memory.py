@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .caption import TRIGGER, needs_trigger
+from .caption_file import NO_CAPTION
 from .config import DatasetConfig
 from .image_file import MIN_SIDE
 from .samples import IN_MEMORY, ImageSet, Sample, SampleTable, Source
@@ -65,7 +66,7 @@ def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sam
     if not torch.isfinite(image).all():
         raise ValueError(f"{name}: holds NaN or infinite values; look at the node that made it.")
     if not text and config.caption.missing == "error":
-        raise ValueError(f"{name}: no caption; write one, or set 'missing captions' to 'empty'.")
+        raise ValueError(f"{name}: no caption; write one, or set {NO_CAPTION}.")
     if needs_trigger((text,), config):
         raise ValueError(
             f"{name}: its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'."

@@ -5,6 +5,7 @@ How many images, in which buckets, how often each is seen, what was cut off or l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import EncodedDataset
+from .caption import finish
 from .samples import ImageSet, Skipped
 
 
 def summary(images: ImageSet) -> str:
     """Return what a scan found.
 
-    Images and repeats by folder, other files, and every file that was left out.
+    Images and repeats by folder, those without a caption, other files, folders not read, and every file that
+    was left out.
     """
     table = images.samples
+    bare = Counter(sample.source for sample in table if not any(sample.captions))
     lines = []
     for place, source in enumerate(images.sources):
         repeats = table.column("repeats")[table.column("source") == place]
@@ -29,11 +33,17 @@ def summary(images: ImageSet) -> str:
             f"Folder {source.title}: {len(repeats)} images{kind}, each {_span(repeats)} times, "
             f"loss weight {source.config.weight:g}"
         )
+        if bare[place]:
+            text = finish("", source.config)
+            shown = f'"{text}" alone' if text else "an empty one"
+            lines.append(f"Without a caption: {bare[place]}, trained with {shown}")
     if images.ignored:
         others = ", ".join(
             f"{count} {extension or 'without extension'}" for extension, count in images.ignored
         )
         lines.append(f"Not images: {others}")
+    if images.unread:
+        lines.append(f"Folders in the folder that are not read ('recursive' is off): {images.unread}")
     return "\n".join([*lines, *_skipped(images.skipped)])
 
 

@@ -227,6 +227,8 @@ class ImageSet:
     """Files that cannot be used, which the user allowed to leave out."""
     ignored: tuple[tuple[str, int], ...] = ()
     """Extensions that are no images, with their number of files."""
+    unread: int = 0
+    """Folders in the folder that were not read, because `recursive` is off."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -257,7 +259,8 @@ def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
         sources.extend(images.sources)
         ignored.update(dict(images.ignored))
     skipped = tuple(bad for images in sets for bad in images.skipped)
-    return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())))
+    unread = sum(images.unread for images in sets)
+    return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())), unread)
 
 
 def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
