@@ -76,7 +76,7 @@ class SaveLora(io.ComfyNode):
                 ),
             ],
             outputs=[io.String.Output("path")],
-            hidden=[io.Hidden.extra_pnginfo],
+            hidden=[io.Hidden.extra_pnginfo, io.Hidden.prompt],
         )
 
     @classmethod
@@ -101,7 +101,7 @@ class SaveLora(io.ComfyNode):
             title=Path(name).name,
             trigger=trigger,
             cover=cover[0] if cover is not None else None,
-            workflow=(cls.hidden.extra_pnginfo or {}).get("workflow") if save_workflow else None,
+            graph=_graph(cls.hidden) if save_workflow else {},
             finished=(state.path / "state.json").stat().st_mtime,
             seconds=_seconds(state),
         )
@@ -117,6 +117,12 @@ class SaveLora(io.ComfyNode):
         return io.NodeOutput(
             str(path), ui={"text": [f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"]}
         )
+
+
+def _graph(hidden: Any) -> dict[str, Any]:
+    """Return what the editor can open again: its workflow, or the queued graph where no editor sent one."""
+    workflow = (hidden.extra_pnginfo or {}).get("workflow")
+    return {"workflow": workflow} if workflow else {"prompt": hidden.prompt} if hidden.prompt else {}
 
 
 def _seconds(state: StateHandle) -> float:

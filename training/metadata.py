@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -98,14 +99,15 @@ def lora_metadata(
     title: str,
     trigger: str = "",
     cover: Tensor | None = None,
-    workflow: Any = None,
+    graph: Mapping[str, Any] = MappingProxyType({}),
     finished: float = 0.0,
     seconds: float = 0.0,
 ) -> dict[str, str]:
     """Return the metadata of a LoRA file of `state`.
 
-    `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `finished` is when the
-    state was reached, in seconds since 1970 (0: not known), after `seconds` of training.
+    `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `graph` goes in as it
+    is: "workflow" or "prompt", as ComfyUI's Save Image names the editor form and the API form; `finished` is
+    when the state was reached, in seconds since 1970 (0: not known), after `seconds` of training.
     """
     adapter, rank = state.adapter, state.adapter.rank
     words = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]
@@ -147,9 +149,7 @@ def lora_metadata(
         picture = cover_image(cover)
         values["ssmd_cover_images"] = [picture]
         values["modelspec.thumbnail"] = f"data:image/jpeg;base64,{picture}"
-    if workflow:
-        values["workflow"] = workflow
-    return {**state.notes, **_strings(values)}
+    return {**state.notes, **_strings({**values, **graph})}
 
 
 TRIGGER = "modelspec.trigger_phrase"

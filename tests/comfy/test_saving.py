@@ -92,6 +92,16 @@ def test_the_workflow_is_in_the_file_unless_switched_off(execute, base):
     assert "workflow" not in opened(base, "closed")[1]
 
 
+def test_without_an_editor_the_queued_graph_is_in_the_file_unless_switched_off(execute, base):
+    execute(saving("queued"))
+    execute(saving("queued_closed", save_workflow=False))
+    found = json.loads(opened(base, "queued")[1]["prompt"])
+    assert {key: node["class_type"] for key, node in found.items()} == {
+        key: node["class_type"] for key, node in saving("queued").items()
+    }
+    assert "prompt" not in opened(base, "queued_closed")[1]
+
+
 @pytest.mark.parametrize(
     "error, text",
     [
