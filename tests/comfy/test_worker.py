@@ -135,9 +135,16 @@ def test_cancel_asks_the_processes_to_save_and_end(processes, tmp_path, monkeypa
     assert (tmp_path / "saved").exists()
 
 
+@posix
 def test_a_node_outside_the_queued_graph_cannot_use_several_cards(tmp_path):
     with pytest.raises(ValueError, match="gpus: only a Train Steps that stands in the queued graph"):
         workers.train(Run(tmp_path), {"5": {}}, "12:3", 2, 0, 10, lambda progress: None)
+
+
+def test_several_cards_are_refused_on_windows_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ValueError, match="no NCCL.* Set gpus to 1 .* or run ComfyUI in WSL 2 or on Linux"):
+        train(tmp_path)
 
 
 def test_equal_tensors_differ_by_nothing():

@@ -36,12 +36,17 @@ def train(
 ) -> int:
     """Train `run` from step `first` to `last` in `count` processes; return how many steps were done.
 
-    They are fewer after Finish, and when a run is ended by its settings. Raises ValueError with their own
-    words when the processes fail; the run is then saved, as it is on Cancel.
+    They are fewer after Finish, and when a run is ended by its settings. Raises ValueError on Windows, and
+    with their own words when the processes fail; the run is then saved, as it is on Cancel.
     """
     found = latest(run, first, last)
     if found is not None and found.step == last:
         return last - first
+    if sys.platform == "win32":
+        raise ValueError(
+            "gpus: PyTorch for Windows has no NCCL, by which graphics cards work together. Set gpus to 1 and "
+            "raise gradient accumulation in Optimizer Settings instead, or run ComfyUI in WSL 2 or on Linux."
+        )
     if node is None or not isinstance(prompt, Mapping) or node not in prompt:
         raise ValueError("gpus: only a Train Steps that stands in the queued graph itself can use several.")
     unload()
