@@ -98,8 +98,9 @@ class BuildLora(io.ComfyNode):
                     options=[NONE, *lora_names()],
                     default=NONE,
                     optional=True,
-                    tooltip="A LoRA file to go on training, of any software. What of it fits no layer of the "
-                    "model is listed here and on Train Steps.",
+                    tooltip="A LoRA file to go on training, of any software. All its layers are trained, "
+                    "also those that targets, include, exclude and blocks leave out. What of it fits no "
+                    "layer of the model is listed here and on Train Steps.",
                 ),
                 advanced(
                     io.Combo.Input(
