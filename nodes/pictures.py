@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..training.checkpoint import StateHandle
 from ..training.comfy import grid, output
+from ..training.comfy.notes import family_in, model_file
 from ..training.comfy.samples import SAMPLERS, SCHEDULERS, SamplePrompts
 from ..training.comfy.session import progress_bar
 from .sockets import Samples, State, schema
@@ -53,7 +54,8 @@ class SamplePromptsNode(io.ComfyNode):
                 widget(
                     SamplePrompts,
                     "cfg",
-                    "Guidance; 1 for models that were distilled for it, such as Flux and Turbo models.",
+                    "Guidance. 0 takes what suits the model: 1 for those distilled for it, such as Flux and "
+                    "Turbo models, 4 for others.",
                     high=100,
                     step=0.1,
                 ),
@@ -138,6 +140,7 @@ class CheckpointGrid(io.ComfyNode):
                 io.String.Input("trigger", default="", tooltip="Takes the place of [trigger] in prompts."),
             ],
             outputs=[io.Image.Output("IMAGE")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -150,6 +153,7 @@ class CheckpointGrid(io.ComfyNode):
                 state,
                 sample_prompts,
                 grid.parse_strengths(strengths),
+                family_in(model_file(cls.hidden.prompt, cls.hidden.unique_id), model),
                 on_progress=on_progress,
                 **values,
             )

@@ -12,7 +12,7 @@ from ..training import distributed
 from ..training.checkpoint import StateHandle
 from ..training.comfy import output, paths, workers
 from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.notes import model_file, run_notes
+from ..training.comfy.notes import family_in, model_file, run_notes
 from ..training.comfy.samples import SamplePrompts, SampleWriter
 from ..training.comfy.session import session
 from ..training.comfy.starting import first_state
@@ -88,7 +88,7 @@ class TrainSteps(io.ComfyNode):
                     max=256,
                     tooltip="Images in one step; more needs more memory.",
                 ),
-                seed_input("The same seed and settings give the same LoRA."),
+                seed_input("The same seed and settings give the same LoRA, on a GPU but for rounding."),
                 io.String.Input(
                     "name", default="my_lora", tooltip="Name of the run's folder under output/graft."
                 ),
@@ -110,7 +110,7 @@ class TrainSteps(io.ComfyNode):
                     max=64,
                     optional=True,
                     tooltip="Graphics cards of this machine to train on. Each takes batches of its own, so a "
-                    "step sees this many times as many images.",
+                    "step sees this many times as many images. Not on Windows.",
                 ),
             ],
             outputs=[
@@ -164,8 +164,9 @@ class TrainSteps(io.ComfyNode):
             memory=memory_settings or MemoryConfig(),
             validation=held_out.config,
         )
-        file = model_file(cls.hidden.prompt, cls.hidden.unique_id)
-        warnings = run_notes(denoiser, config, file, dataset.index.buckets)
+        family = family_in(model_file(cls.hidden.prompt, cls.hidden.unique_id), model)
+        warnings = run_notes(denoiser, config, family, max(total_steps, first + steps), dataset.index.buckets)
+        warnings += sample_prompts.notes(family) if sample_prompts else []
         for warning in warnings:
             log.warning("Graft: %s", warning)
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
@@ -173,7 +174,7 @@ class TrainSteps(io.ComfyNode):
         samples = sample_prompts and SampleWriter(
             sample_prompts,
             model,
-            denoiser.family,
+            family,
             folder / "samples",
             first=first,
             last=first + steps,

@@ -16,6 +16,7 @@ from graft.training.optimizer import (
     build_optimizer,
     final_weights,
     load_optimizer,
+    optimizer_notes,
     save_optimizer,
     set_lr,
 )
@@ -167,6 +168,12 @@ def test_parameters_have_learning_rates_of_their_own():
     optimizer.step()
     moved = {name: float((before[name] - p).mean()) for name, p in weights.items()}
     assert moved == pytest.approx({"a.down": 0.01, "a.up": 0.16, "b.scale": 0.01}, rel=1e-3)
+
+
+def test_a_rate_that_is_none_for_prodigy_is_told():
+    [note] = optimizer_notes(OptimizerConfig("prodigy", lr=1e-4))
+    assert "by the learning rate of 0.0001, so hardly anything is learnt; 1 is usual" in note
+    assert optimizer_notes(OptimizerConfig("prodigy", lr=1.0)) == optimizer_notes(OptimizerConfig()) == []
 
 
 def test_prodigy_refuses_several_learning_rates():

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from graft.training.config import ScheduleConfig
-from graft.training.schedule import SCHEDULES, multiplier
+from graft.training.schedule import SCHEDULES, multiplier, schedule_notes
 
 FORMULAS = {
     "constant": lambda t: 1.0,
@@ -61,3 +61,9 @@ def test_a_decay_without_a_length_and_an_unknown_name_are_refused():
 def test_impossible_settings_are_refused(options):
     with pytest.raises(ValueError, match="must"):
         ScheduleConfig("cosine", **options)
+
+
+def test_a_warm_up_that_takes_the_whole_run_is_told():
+    warm = ScheduleConfig(warmup_steps=200)
+    assert "rises to the last step, where it is at 50%" in schedule_notes(warm, 100)[0]
+    assert schedule_notes(warm, 200) and schedule_notes(warm, 201) == schedule_notes(warm, 0) == []

@@ -43,6 +43,8 @@ class Family:
     """Default of ObjectiveConfig.space: what the error is measured in."""
     guidance: float | None = None
     """Guidance input during training; None where the network has none or ComfyUI's own default is right."""
+    cfg: float = 4.0
+    """Guidance scale to draw samples with; 1 for a model that was distilled to need none."""
     bucket_step: int = 16
     """Image sides are multiples of this many pixels: the VAE's reduction times what the network halves or
     patches."""
@@ -101,14 +103,12 @@ def family_of(
     name.
 
     The generic row where there is none. A file named like a distilled model gets a note that says what to do
-    about it.
+    about it, and is drawn without guidance.
     """
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
     family = FAMILIES.get(row, GENERIC)
     words = [word for word in DISTILLED if re.search(rf"(?<![a-z]){word}(?![a-z])", file.lower())]
-    return (
-        replace(family, notes=(*family.notes, _distilled(words[0]))) if words and not family.notes else family
-    )
+    return replace(family, notes=family.notes or (_distilled(words[0]),), cfg=1.0) if words else family
 
 
 TEXT = "text_encoders."
@@ -232,6 +232,7 @@ _FLUX = Family(
     shift=3.1582,
     resolution_shift="flux",
     guidance=1.0,
+    cfg=1.0,
     network_module="networks.lora_flux",
     implementation="https://github.com/black-forest-labs/flux",
     export="flux",
@@ -308,6 +309,7 @@ FAMILIES: Mapping[str, Family] = {
         shift=1.0,
         resolution_shift="none",
         guidance=None,
+        cfg=4.0,
         key_prefix="",
         export="",
     ),

@@ -177,7 +177,7 @@ NODES: Mapping[str, Node] = {
         "Sample Prompts",
         {
             "prompts": "", "negative": "", "every": 100, "before_training": True, "width": 1024,
-            "height": 1024, "steps": 20, "cfg": 4.0, "sampler": "euler", "scheduler": "simple", "seed": 0,
+            "height": 1024, "steps": 20, "cfg": 0.0, "sampler": "euler", "scheduler": "simple", "seed": 0,
             "walk_seed": False, "guidance": -1.0,
         },
     ),

@@ -62,14 +62,22 @@ def build_optimizer(
             f"optimizer {config.name!r} finds one learning rate for everything: switch off LoRA+ and "
             "learning rates by pattern, or choose another optimizer."
         )
-    if row.finds_rate and config.lr < 0.1:
-        log.warning("Graft: %s multiplies the rate it finds by %g; 1 is usual.", config.name, config.lr)
     groups = []
     for scale in dict.fromkeys(scales.values()):
         names = [name for name in parameters if scales[name] == scale]
         members = [parameters[name] for name in names]
         groups.append({"params": members, "names": names, "lr_scale": scale, "lr": config.lr * scale})
     return row.build(groups, config)
+
+
+def optimizer_notes(config: OptimizerConfig) -> list[str]:
+    """Return a sentence where the learning rate is one for other optimizers."""
+    if not _row(config).finds_rate or config.lr >= 0.1:
+        return []
+    return [
+        f"{config.name} multiplies the rate it finds by the learning rate of {config.lr:g}, so hardly "
+        "anything is learnt; 1 is usual."
+    ]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

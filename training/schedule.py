@@ -29,6 +29,16 @@ def multiplier(config: ScheduleConfig, step: int) -> float:
     return config.floor + (1.0 - config.floor) * SCHEDULES[config.name](progress, config)
 
 
+def schedule_notes(config: ScheduleConfig, total: int) -> list[str]:
+    """Return a sentence where the warm-up takes all of a run of `total` steps."""
+    if not 0 < total <= config.warmup_steps:
+        return []
+    return [
+        f"warmup_steps {config.warmup_steps} of a run of {total} steps: the learning rate rises to the last "
+        f"step, where it is at {multiplier(config, total - 1):.0%}; a twentieth of the steps is usual."
+    ]
+
+
 def cosine(t: float) -> float:
     """(1 + cos(pi t)) / 2 (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5)."""
     return 0.5 * (1.0 + math.cos(math.pi * t))

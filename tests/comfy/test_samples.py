@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
+import shutil
 import types
 
 import comfy.model_management
 import comfy.sample
 import comfy.sd
 import comfy.utils
+import folder_paths
 import pytest
 import torch
 from comfy.taesd.taesd import TAESD
@@ -18,6 +21,7 @@ from PIL import Image
 
 from graft.training.comfy import grid
 from graft.training.comfy import samples as samples_module
+from graft.training.comfy.notes import family_in
 
 from .test_first_lora import assert_same_lora, first_lora, four_squares
 from .tiny_models import TINY
@@ -224,12 +228,49 @@ def test_guidance_is_set_as_the_flux_guidance_node_sets_it(monkeypatch):
         conditionings(monkeypatch, guidance=-0.5)
 
 
-def test_what_is_without_effect_is_said_to_be(execute, caplog):
+def test_what_is_without_effect_is_said_once_a_run_in_the_log_and_on_the_node(execute, caplog):
     values = {"guidance": 3.0, "negative": "a circle", "cfg": 1.0, "prompts": "a square"}
     with caplog.at_level(logging.WARNING):
-        execute(sampled("guided", every=2, before_training=False, **values))
-    assert caplog.text.count("guidance 3 of Sample Prompts: SD3.5 Large takes none") == 1
-    assert caplog.text.count("the negative prompt of Sample Prompts has no effect at cfg 1") == 1
+        executor = execute(sampled("guided", every=1, **values))
+    [shown] = executor.history_result["outputs"]["5"]["text"]
+    for text in (caplog.text, shown):
+        assert text.count("guidance 3 of Sample Prompts: SD3.5 Large takes none") == 1
+        assert text.count("the negative prompt of Sample Prompts has no effect at cfg 1") == 1
+
+
+@pytest.mark.parametrize(
+    "model, file, cfg",
+    [("flux", "", 1.0), ("schnell", "", 1.0), ("sd35l", "sd3.5_large_turbo.safetensors", 1.0)]
+    + [(name, "", 4.0) for name in ("sdxl", "sd35l", "chroma")],
+)
+def test_the_guidance_scale_is_the_models_unless_one_is_set(monkeypatch, model, file, cfg):
+    drawn = []
+    plan = samples_module.SamplePrompts("clip", "vae", ("a cat",), negative="a dog")
+    family = family_in(file, TINY[model]())
+    monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
+    monkeypatch.setattr(samples_module, "_sample", lambda plan, *_: drawn.append(plan.cfg))
+    for given in (plan, dataclasses.replace(plan, cfg=3.0)):
+        list(samples_module.pictures(given, None, None, family))
+    assert drawn == [cfg, 3.0]
+    without_effect = "the negative prompt of Sample Prompts has no effect at cfg 1."
+    assert plan.notes(family) == ([without_effect] if cfg == 1 else [])
+    burnt = dataclasses.replace(plan, cfg=3.0).notes(family)
+    assert ["distilled to be drawn at 1" in note for note in burnt] == ([True] if cfg == 1 else [])
+
+
+def test_the_grid_is_drawn_at_the_guidance_scale_of_the_file_it_comes_from(execute, base, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(grid, "pictures", lambda plan, *_, **__: iter([drawn.append(plan.cfg)]))
+    tiny = folder_paths.get_full_path_or_raise("checkpoints", "graft_tiny_sd3.safetensors")
+    shutil.copy(tiny, base / "models" / "checkpoints" / "tiny_turbo.safetensors")
+    prompt = sampled("turbo_grid", every=0, cfg=0.0, prompts="a square")
+    prompt["1"]["inputs"]["model"] = "tiny_turbo.safetensors"
+    values = {"strengths": "1", "checkpoints": 1, "trigger": ""}
+    links = {"model": ["1", 0], "state": ["5", 2], "sample_prompts": ["40", 0]}
+    prompt["51"] = {"class_type": "GraftCheckpointGrid", "inputs": {**links, **values}}
+    prompt["52"] = {"class_type": "PreviewImage", "inputs": {"images": ["51", 0]}}
+    execute(prompt)
+    assert drawn == [1.0]
 
 
 def saved(base, name):

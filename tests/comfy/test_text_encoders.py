@@ -21,9 +21,16 @@ from graft.training.adapters import attach, lr_scales, restore_adapters
 from graft.training.checkpoint import load_state, save_state
 from graft.training.comfy.at_rest import unload
 from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.notes import model_file, run_notes
+from graft.training.comfy.notes import family_in, model_file, run_notes
 from graft.training.comfy.output import with_lora
-from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.config import (
+    AdapterConfig,
+    MemoryConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from graft.training.data import DatasetConfig
 from graft.training.data.caption import variations
 from graft.training.family import is_text
@@ -290,16 +297,20 @@ def test_train_steps_asks_for_the_clip_it_needs():
 
 def test_the_run_says_that_the_text_cache_is_off(trained):
     denoiser = trained("sd15")[2]
-    assert "what the text cache holds" in run_notes(denoiser, CONFIG, "")[0]
+    assert "what the text cache holds" in run_notes(denoiser, CONFIG, denoiser.family, 10)[0]
 
 
 def test_a_resolution_beyond_the_bases_own_is_a_warning():
     config = dataclasses.replace(CONFIG, adapter=AdapterConfig())
     large, usual = [(832, 1216), (512, 512)], [(768, 768), (512, 768)]
-    [note] = run_notes(ComfyDenoiser(TINY["sd15"]()), config, "", large)
+
+    def notes(name, sizes):
+        denoiser = ComfyDenoiser(TINY[name]())
+        return run_notes(denoiser, config, denoiser.family, 10, sizes)
+
+    [note] = notes("sd15", large)
     assert "SD1.5 was made for pictures of about 512 px and is trained at 1006" in note
-    assert not run_notes(ComfyDenoiser(TINY["sd15"]()), config, "", usual)
-    assert not run_notes(ComfyDenoiser(TINY["sdxl"]()), config, "", large)
+    assert not notes("sd15", usual) and not notes("sdxl", large)
 
 
 # Captions are text
@@ -343,6 +354,21 @@ def test_the_base_models_file_is_found_through_the_graph(key):
 )
 def test_a_distilled_base_is_a_warning_that_names_the_remedy(name, file, words):
     config = dataclasses.replace(CONFIG, adapter=AdapterConfig())
-    [note] = run_notes(ComfyDenoiser(TINY[name]()), config, file)
+    denoiser = ComfyDenoiser(TINY[name]())
+    [note] = run_notes(denoiser, config, family_in(file, denoiser.patcher), 10)
     assert words in note and "Train on the model it was distilled from" in note and "assistant LoRA" in note
-    assert not run_notes(ComfyDenoiser(TINY["sd35l"]()), config, "sd3.5_large_turbulence.safetensors")
+    denoiser = ComfyDenoiser(TINY["sd35l"]())
+    plain = family_in("sd3.5_large_turbulence.safetensors", denoiser.patcher)
+    assert not run_notes(denoiser, config, plain, 10) and plain.cfg == 4.0
+
+
+def test_a_run_says_which_settings_do_nothing_in_it():
+    denoiser = ComfyDenoiser(TINY["flux"]())
+    config = TrainConfig(
+        optimizer=OptimizerConfig("prodigy", lr=1e-4),
+        schedule=ScheduleConfig(warmup_steps=10),
+        objective=ObjectiveConfig(shift=3.0, resolution_shift="flux"),
+    )
+    prodigy, warmup, shift = run_notes(denoiser, config, denoiser.family, 10)
+    assert prodigy.startswith("prodigy multiplies") and warmup.startswith("warmup_steps 10 of a run of 10")
+    assert shift.startswith("shift 3 of Objective Settings has no effect")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from PIL import Image
 
 from ..checkpoint import StateHandle
-from ..family import family_named
+from ..family import Family, family_named
 from ..model import OnProgress
 from ..pictures import Column, loss_plot, sample_grid
 from ..run import run_of, states_up_to
 from ..state import best_step
 from .samples import SamplePrompts, pictures
+
+log = logging.getLogger(__name__)
 
 LARGEST_PICTURE = 512
 """Height in pixels of a picture in the grid; larger ones are reduced to it."""
@@ -53,18 +56,22 @@ def checkpoint_grid(
     handle: StateHandle,
     plan: SamplePrompts,
     strengths: Sequence[float],
+    family: Family,
     *,
     checkpoints: int,
     trigger: str,
     on_progress: OnProgress,
 ) -> Image.Image:
-    """Draw prompts from left to right; checkpoints and, of each, strengths from top to bottom.
+    """Draw prompts from left to right; checkpoints and, of each, strengths from top to bottom. The model's
+    `family` says the guidance scale where the plan does not.
 
     The checkpoints are at most so many of those that the run of `handle` has kept up to it, evenly spread,
     the last among them. A picture that does not fit into memory is left blank.
     """
     handles = evenly(states_up_to(handle), checkpoints)
-    plan.warn_of_the_ineffective(family_named(handle.load().family))
+    for note in plan.notes(family):
+        log.warning("Graft: %s", note)
+    plan = plan.of(family)
     total = len(handles) * len(strengths) * len(plan.prompts)
     rows: list[str] = []
     drawn: list[list[Image.Image]] = [[] for _ in plan.prompts]

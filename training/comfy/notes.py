@@ -1,5 +1,5 @@
 """What a person should know of a run before it has cost time: a distilled base, patches, captions encoded
-anew, a resolution that the base was not made for."""
+anew, a resolution that the base was not made for, settings without effect."""
 
 from __future__ import annotations
 
@@ -7,22 +7,36 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import TrainConfig
-from ..family import family_of
+from ..family import Family, family_of
+from ..optimizer import optimizer_notes
+from ..schedule import schedule_notes
+from ..sigmas import shift_notes
 from .denoiser import ComfyDenoiser
 
 MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
 """Widgets in which loaders, ours and others', name the file of a base model."""
 
 
-def run_notes(
-    denoiser: ComfyDenoiser, config: TrainConfig, file: str, sizes: Iterable[tuple[int, int]] = ()
-) -> list[str]:
-    """Return a sentence for everything unusual about a run on the base model in `file` ("": not known).
+def family_in(file: str, model: Any) -> Family:
+    """Return the family of a MODEL from the base model in `file` ("": not known), whose name may say that it
+    was distilled."""
+    config = model.model.model_config
+    return family_of(type(config).__name__, config.unet_config, file=file)
 
-    `sizes` are those of the pictures, (width, height) in pixels.
+
+def run_notes(
+    denoiser: ComfyDenoiser,
+    config: TrainConfig,
+    family: Family,
+    total: int,
+    sizes: Iterable[tuple[int, int]] = (),
+) -> list[str]:
+    """Return a sentence for everything unusual about a run of `total` steps, and for settings that do
+    nothing in it.
+
+    `family` is that of its base's file; `sizes` are those of the pictures, (width, height) in pixels.
     """
-    model_config, patches = denoiser.model.model_config, denoiser.patcher.patches
-    family = family_of(type(model_config).__name__, model_config.unet_config, file=file)
+    patches = denoiser.patcher.patches
     found = [] if patches else [f"{family.name}: {note}" for note in family.notes]
     if patches:
         found.append(
@@ -40,7 +54,8 @@ def run_notes(
             f"{family.name} was made for pictures of about {made_for} px and is trained at {side:.0f}, where "
             f"it tends to draw things twice; {made_for} is the resolution to set in Load Dataset."
         )
-    return found
+    found += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
+    return found + shift_notes(config.objective)
 
 
 def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:

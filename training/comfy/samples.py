@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class SamplePrompts:
     width: int = 1024
     height: int = 1024
     steps: int = 20
-    cfg: float = 4.0
+    cfg: float = 0.0
+    """Guidance scale; 0 takes the family's."""
     sampler: str = "euler"
     scheduler: str = "simple"
     seed: int = 0
@@ -74,12 +75,23 @@ class SamplePrompts:
         if not (self.guidance >= 0 or self.guidance == -1):
             raise ValueError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
 
-    def warn_of_the_ineffective(self, family: Family) -> None:
-        """Say which settings change nothing in pictures of this family."""
+    def of(self, family: Family) -> SamplePrompts:
+        """Return what is drawn of a family: with its guidance scale, where none is set."""
+        return self if self.cfg else replace(self, cfg=family.cfg)
+
+    def notes(self, family: Family) -> list[str]:
+        """Return a sentence for every setting that pictures of this family do not bear or do not show."""
+        cfg, found = self.of(family).cfg, []
+        if cfg != 1 and family.cfg == 1:
+            found.append(
+                f"cfg {cfg:g} of Sample Prompts: this base ({family.name}) was distilled to be drawn at 1. "
+                "Samples take twice as long and may look burnt though the LoRA is good; 0 takes what suits."
+            )
         if self.guidance >= 0 and family.guidance is None:
-            log.warning("Graft: guidance %g of Sample Prompts: %s takes none.", self.guidance, family.name)
-        if self.negative and self.cfg == 1:
-            log.warning("Graft: the negative prompt of Sample Prompts has no effect at cfg 1.")
+            found.append(f"guidance {self.guidance:g} of Sample Prompts: {family.name} takes none.")
+        if self.negative and cfg == 1:
+            found.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
+        return found
 
 
 @dataclass
@@ -102,7 +114,6 @@ class SampleWriter:
 
     def on_start(self, state: TrainState) -> None:
         """Draw the first set, or the set during which an earlier run was ended."""
-        self.plan.warn_of_the_ineffective(self.family)
         begins = self.plan.before_training and bool(self.plan.every) and state.step == self.first
         if (begins or self.due(state.step)) and not self.path(state.step, 0).exists():
             self.draw(state)
@@ -154,6 +165,7 @@ def pictures(
     strength: float = 1.0,
 ) -> Iterator[Image.Image | None]:
     """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
+    plan = plan.of(family)
     patched, clip = with_lora(model, plan.clip, state, family, strength)
     seed = plan.seed + (state.step if plan.walk_seed else 0)
     for prompt in plan.prompts:
