@@ -1,9 +1,10 @@
 """Write the editor form of every workflow in api/: the same graph with places, sizes, groups and a note.
 
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
-node's schema, start ComfyUI with Graft and run `python example_workflows/make.py http://127.0.0.1:8188`. With
-`--thumbnails` behind it, every workflow is also run at the size of the demo's base model, and its picture
-becomes <name>.jpg, labelled so. What belongs to the eye alone stands below.
+node's schema, start ComfyUI 0.3.75 with Graft and run
+`python example_workflows/make.py http://127.0.0.1:8188`. With `--thumbnails` behind it, every workflow is
+also run at the size of the demo's base model, and its picture becomes <name>.jpg, labelled so. What belongs
+to the eye alone stands below, the notes among it: change them here and not in the files.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ class Layout:
 FIRST_LORA = """\
 ## Your first LoRA
 
-Press **Run**. A small LoRA is trained on the pictures that come with Graft, on any computer, in a few
-minutes; \
-then four pictures are drawn with it.
+Press **Run**. A small LoRA is trained on the pictures that come with Graft, on any computer, in a few \
+minutes; then four pictures are drawn with it.
 
 ## With your own pictures
 
@@ -64,8 +64,11 @@ then four pictures are drawn with it.
 same name that says what can be seen: `cat.png`, `cat.txt`.
 2. **Load Dataset**: choose the folder; resolution 1024 for SDXL, SD3.5 and Flux; think up a trigger word.
 3. **Load Base Model**: choose your model.
-4. **Train Steps**: 1000 steps at learning rate 0.0001 and batch size 1 are a fair start.
-5. **Prompt** and **Empty Latent**: your own, in the model's size.
+4. **Build LoRA**: clear *exclude*, which keeps this tiny model's attention and text half as they are; rank \
+16.
+5. **Train Steps**: 1000 steps at learning rate 0.0001 and batch size 1 are a fair start.
+6. **Prompt** and **Empty Latent**: your own, in the model's size.
+7. **KSampler**: *cfg* 1 for Flux, Turbo and Lightning models, else 4 to 7.
 
 The LoRA is saved in `output/loras`. *Load LoRA* lists it after a press of `R`.
 
@@ -121,8 +124,8 @@ RESUME = """\
 ## Go on with what was trained earlier
 
 **Load Training State** reads what **Save Training State** kept in `output/graft/states`: weights, the \
-optimizer's memory, the step. Going on is bit for bit what one longer run would have been, on the same base, \
-pictures and settings.
+optimizer's memory, the step. Going on is what one longer run would have been, on the same base, pictures \
+and settings: bit for bit on the CPU, but for rounding on a GPU.
 
 For a run that was cancelled none of this is needed: queue its own workflow again."""
 
@@ -250,6 +253,18 @@ def completed(prompt: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]
         assert not (newer and entry["class_type"].startswith("Graft")), (entry["class_type"], sorted(newer))
         entry["inputs"] = {**ordered, **newer}  # stock nodes gain inputs from one version to the next
     return found
+
+
+def written(schemas: dict[str, Any]) -> dict[Path, str]:
+    """Return every workflow's two files and what is to stand in them; `schemas` are the server's
+    /object_info."""
+    texts = {}
+    for name, layout in LAYOUTS.items():
+        path = HERE / "api" / f"{name}.json"
+        prompt = completed(json.loads(path.read_text(encoding="utf-8")), schemas)
+        texts[path] = _api_lines(prompt)
+        texts[HERE / f"{name}.json"] = _lines(editor_form(name, prompt, layout, schemas))
+    return texts
 
 
 PROMPTS = ("red apple", "bear")
@@ -420,13 +435,8 @@ def _in_order(nodes: dict[int, dict[str, Any]], links: list[list[Any]]) -> list[
 
 
 def main(address: str, *options: str) -> None:
-    schemas = json.loads(_ask(f"{address}/object_info"))
-    for name, layout in LAYOUTS.items():
-        path = HERE / "api" / f"{name}.json"
-        prompt = completed(json.loads(path.read_text(encoding="utf-8")), schemas)
-        path.write_text(_api_lines(prompt), encoding="utf-8", newline="\n")
-        text = _lines(editor_form(name, prompt, layout, schemas))
-        (HERE / f"{name}.json").write_text(text, encoding="utf-8", newline="\n")
+    for path, text in written(json.loads(_ask(f"{address}/object_info"))).items():
+        path.write_text(text, encoding="utf-8", newline="\n")
     if "--thumbnails" in options:
         for name in ("first_lora", *(name for name in LAYOUTS if name != "first_lora")):
             _thumbnail(address, name)

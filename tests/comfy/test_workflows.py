@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 import graft
-from graft.example_workflows.make import at_demo_size
+from graft.demo.runtime import comfyui_version
+from graft.example_workflows.make import at_demo_size, written
 
 FOLDER = Path(graft.__file__).parent / "example_workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -32,6 +33,7 @@ FILES = {
     "tuned",
 }
 """Combos over the reader's own files."""
+OLDEST = "0.3.75"
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -57,6 +59,13 @@ def schema(node):
     inputs = {**given.get("required", {}), **given.get("optional", {})}
     names = [name or kind for name, kind in zip(getattr(node, "RETURN_NAMES", None) or kinds, kinds)]
     return {"inputs": inputs, "required": set(given.get("required", {})), "outputs": kinds, "names": names}
+
+
+def object_info(name, node):
+    """What make.py reads of a node in the server's /object_info."""
+    known = schema(node)
+    given = {"required": {}, "optional": {}, **node.INPUT_TYPES()}
+    return {"input": given, "output": known["outputs"], "output_name": known["names"], "name": name}
 
 
 def kind_of(spec):
@@ -111,6 +120,14 @@ def test_the_editor_form_is_the_api_form(pair, schemas):
         if not ours(node):  # the API form also names what newer versions require
             prompt[str(key)]["inputs"] = {**api[str(key)]["inputs"], **prompt[str(key)]["inputs"]}
     assert prompt == api
+
+
+def test_the_files_are_what_make_writes(graft_nodes, comfyui):
+    if comfyui_version(comfyui) != OLDEST:
+        pytest.skip(f"make.py writes them with the stock nodes of ComfyUI {OLDEST}")
+    described = json.loads(json.dumps({name: object_info(name, node) for name, node in graft_nodes.items()}))
+    other = [path.name for path, text in written(described).items() if path.read_text("utf-8") != text]
+    assert not other, "run example_workflows/make.py, after changes to a note in its LAYOUTS"
 
 
 def test_every_link_joins_slots_of_one_type_on_both_ends(pair, schemas):
