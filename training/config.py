@@ -379,7 +379,8 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. Equal configs, datasets, bases and starts give equal results, bit for bit."""
+    """One run. Equal configs, datasets, bases and starts give equal results: bit for bit where kernels add in
+    one order, as on the CPU."""
 
     batch_size: int = 1
     gradient_accumulation: int = 1

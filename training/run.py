@@ -2,7 +2,8 @@
 
 The key digests everything that decides the result except how many steps are asked for, because a longer run
 passes through every state of a shorter one. So a finished run costs nothing, a longer one continues, and
-one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped.
+one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped
+(tested on the CPU; a GPU's kernels may round otherwise each time).
 
 The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock` and `checkpoints/step-<n>/`, each with the
 LoRA file of its step in it.

@@ -1,6 +1,7 @@
 """The value that training turns into another value: how far, with which weights, with which memory.
 
-Everything that a step reads and changes is in it, so a state that was saved and loaded continues bit for bit.
+Everything that a step reads and changes is in it, and a state that was saved and loaded is the same, bit for
+bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The base as a run holds it: by one plan of a list, and by the next one when memory runs out.
 
 A step that ran out of memory is computed again by the next plan. Plans of one list only move data or compute
-it twice, so the run ends in the state that a larger device would have given, bit for bit. Where compiling
-fails, the run goes on without.
+it twice, so the run ends in the state that a larger device would have given, bit for bit where kernels add in
+one order. Where compiling fails, the run goes on without.
 """
 
 from __future__ import annotations
