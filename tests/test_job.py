@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import graft
+from graft.training.config import ObjectiveConfig, from_dict
+from graft.training.family import FAMILIES
 from graft.training.job import compile_job, read_job
 from graft.training.job_graph import NODES
-from graft.training.job_keys import DATASET_KEYS, KEYS, ROOT_KEYS
+from graft.training.job_keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS
+from graft.training.sigmas import biased, draw_sigmas
+
+from .tiny import Flow
 
 JOBS = Path(graft.__file__).parent / "example_workflows" / "jobs"
 
@@ -31,11 +38,20 @@ HONOURED = {
     "device": ("cuda:1", {}),
     "trigger_word": ("p3r5on", {"dataset.trigger": "p3r5on"}),
     "performance_log_every": (1000, {}),
+    "sqlite_db_path": ("./aitk_db.db", {}),
+    "logging.log_every": (1, {}),
+    "logging.use_ui_logger": (True, {}),
+    "logging.verbose": (False, {}),
+    "logging.use_wandb": (False, {}),
+    "logging.project_name": ("x", {}),
+    "logging.run_name": ("x", {}),
     "network.type": ("lokr_full_rank", {"lora.algorithm": "lokr", "lora_settings.full_matrix": True}),
     "network.linear": (8, {"lora.rank": 8}),
     "network.linear_alpha": (4, {"lora.alpha": 4.0}),
     "network.conv": (16, {"lora.targets": "all"}),
     "network.dropout": (0.1, {"lora_settings.dropout": 0.1}),
+    "network.transformer_only": (True, {}),
+    "network.lokr_full_rank": (True, {}),
     "network.lokr_factor": (-1, {"lora_settings.factor": -1}),
     "network.network_kwargs.lr_if_contains": (
         {"attn": 0.5, "mlp": 2},
@@ -47,9 +63,12 @@ HONOURED = {
     "save.dtype": ("float16", {"save.dtype": "fp16"}),
     "save.save_every": (250, {"checkpoints.steps": 250}),
     "save.max_step_saves_to_keep": (4, {"checkpoints.keep": 4}),
+    "save.save_workflow": (False, {"save.save_workflow": False}),
+    "save.save_format": ("diffusers", {}),
     "save.push_to_hub": (False, {}),
     "train.batch_size": (3, {"train.batch_size": 3}),
     "train.steps": (2000, {"train.steps": 2000}),
+    "train.gradient_accumulation": (4, {"optimizer.gradient_accumulation": 4}),
     "train.gradient_accumulation_steps": (4, {"optimizer.gradient_accumulation": 4}),
     "train.train_unet": (True, {}),
     "train.train_text_encoder": (True, {"lora.text_encoder": 1.0}),
@@ -67,8 +86,23 @@ HONOURED = {
     "train.seed": (42, {"train.seed": 42}),
     "train.skip_first_sample": (True, {"sample.before_training": False}),
     "train.disable_sampling": (False, {}),
-    "train.linear_timesteps": (True, {"objective.sigmas": "uniform"}),
-    "train.timestep_type": ("sigmoid", {"objective.sigmas": "sigmoid"}),
+    "train.force_first_sample": (False, {}),
+    "train.unload_text_encoder": (False, {}),
+    "train.cache_text_embeddings": (True, {}),
+    "train.linear_timesteps": (False, {}),
+    "train.timestep_type": ("sigmoid", {"objective.sigmas": "sigmoid", "objective.shift": 1.0}),
+    "train.content_or_style": ("style", {"objective.bias": -math.log2(3)}),
+    "train.switch_boundary_every": (1, {}),
+    "train.diff_output_preservation": (False, {}),
+    "train.diff_output_preservation_multiplier": (1.0, {}),
+    "train.diff_output_preservation_class": ("person", {}),
+    "train.blank_prompt_preservation": (False, {}),
+    "train.blank_prompt_preservation_multiplier": (1.0, {}),
+    "train.do_differential_guidance": (True, {"objective.differential_guidance": 3.0}),
+    "train.differential_guidance_scale": (2, {}),
+    "train.do_guidance_loss": (False, {}),
+    "train.guidance_loss_target": (4, {}),
+    "train.audio_loss_multiplier": (1, {}),
     "train.loss_type": ("mae", {"objective.loss": "l1"}),
     "train.noise_offset": (0.05, {"objective.noise_offset": 0.05}),
     "train.min_snr_gamma": (5, {"objective.weighting": "min-snr", "objective.min_snr_gamma": 5.0}),
@@ -84,8 +118,17 @@ HONOURED = {
     "model.is_sd3": (True, {}),
     "model.is_sdxl": (True, {}),
     "model.is_xl": (True, {}),
+    **{f"model.is_{name}": (True, {}) for name in ("v2", "ssd", "vega", "lumina2")},
     "model.is_auraflow": (False, {}),
     "model.quantize": (True, {"memory.base": "fp8"}),
+    "model.qtype": ("uint4", {}),
+    "model.quantize_te": (False, {}),
+    "model.qtype_te": ("qfloat8", {}),
+    "model.layer_offloading": (True, {"memory.base": "offload"}),
+    "model.layer_offloading_transformer_percent": (1.0, {}),
+    "model.layer_offloading_text_encoder_percent": (0.5, {}),
+    "model.model_kwargs": ({}, {}),
+    "model.block_compile": (True, {}),
     "model.compile": (True, {"memory.compile": True}),
     "model.low_vram": (True, {"memory.base": "offload"}),
     "model.vae_path": ("ae.safetensors", {"base.vae": "ae.safetensors"}),
@@ -97,7 +140,11 @@ HONOURED = {
     "sample.sample_every": (250, {"sample.every": 250}),
     "sample.width": (512, {"sample.width": 512}),
     "sample.height": (768, {"sample.height": 768}),
+    "sample.sample_start_step": (0, {}),
     "sample.prompts": (["a", "b"], {"sample.prompts": "a\nb"}),
+    "sample.samples": ([{"prompt": "a", "neg": ""}, {"prompt": "b"}], {"sample.prompts": "a\nb"}),
+    "sample.num_frames": (1, {}),
+    "sample.fps": (16, {}),
     "sample.neg": ("ugly", {"sample.negative": "ugly"}),
     "sample.seed": (42, {"sample.seed": 42}),
     "sample.walk_seed": (True, {"sample.walk_seed": True}),
@@ -115,6 +162,8 @@ REFUSED = {
     "meta.flux_sigma_max": 50,
     "meta.flux_ckpt_dir": "x",
     "network.type": "oft",
+    "logging.use_wandb": True,
+    "network.transformer_only": False,
     "network.conv_alpha": 3,
     "network.conv": "many",
     "network.ramp_double_blocks": True,
@@ -124,7 +173,19 @@ REFUSED = {
     "save.push_to_hub": True,
     "save.hf_repo_id": "me/mine",
     "save.hf_private": True,
+    "save.save_format": "pt",
     "train.train_unet": False,
+    "train.force_first_sample": True,
+    "train.unload_text_encoder": True,
+    "train.cache_text_embeddings": False,
+    "train.linear_timesteps": True,
+    "train.timestep_type": "weighted",
+    "train.content_or_style": "content",
+    "train.diff_output_preservation": True,
+    "train.blank_prompt_preservation": True,
+    "train.do_guidance_loss": True,
+    "train.max_loss": 1.0,
+    "train.validation_config": {"resolution": 512},
     "train.bypass_guidance_embedding": True,
     "train.streaming_memory_limit_gb": 16,
     "train.optimizer": "adam8bit",
@@ -135,12 +196,20 @@ REFUSED = {
     "model.name_or_path": "black-forest-labs/FLUX.1-dev",
     "model.is_auraflow": True,
     "model.arch": "fluxx",
+    "model.quantize_te": True,
+    "model.layer_offloading_transformer_percent": 0.5,
+    "model.model_kwargs": {"match_target_res": True},
+    "model.assistant_lora_path": "x",
+    "model.unconditional_lora_path": "x",
     "tread.enabled": True,
     "tread.mask": {"type": "random"},
     "tread.schedule": [{"out": 1, "in": 2}],
     "tread.reinject": {"mode": "residual"},
     "tread.loss": {"route_lambda": 0.1},
     "sample.prompts": [],
+    "sample.samples": [{"prompt": "a", "width": 512}],
+    "sample.sample_start_step": 100,
+    "sample.num_frames": 16,
 }
 
 DATASET = {
@@ -156,7 +225,94 @@ DATASET = {
     "flip_x": (True, {"dataset.flip": True}),
     "is_reg": (True, {"dataset_settings.regularisation": True}),
     "trigger_word": ("xyz", {"dataset.trigger": "xyz"}),
+    "default_caption": ("", {}),
+    "mask_path": ("", {}),
+    "mask_min_value": (0.1, {"dataset_settings.outside_mask": 0.1}),
+    "alpha_mask": (True, {"dataset_settings.masks": "alpha"}),
+    "invert_mask": (False, {}),
+    "network_weight": (1.0, {}),
+    "flip_y": (False, {}),
+    "batch_size": (None, {}),
+    "controls": ([], {}),
+    "control_path": (None, {}),
+    "control_path_1": (None, {}),
+    "control_path_2": (None, {}),
+    "control_path_3": (None, {}),
+    "num_frames": (1, {}),
+    "do_i2v": (False, {}),
+    "do_audio": (False, {}),
+    "auto_frame_count": (False, {}),
+    "shrink_video_to_frames": (True, {}),
+    "fps": (24, {}),
+    "audio_normalize": (True, {}),
+    "audio_preserve_pitch": (True, {}),
 }
+
+DATASET_REFUSED = {
+    "cache_latents": False,
+    "cache_latents_to_disk": False,
+    "default_caption": "a cat",
+    "mask_path": "masks",
+    "invert_mask": True,
+    "network_weight": 0.5,
+    "flip_y": True,
+    "batch_size": 2,
+    "controls": ["depth"],
+    "control_path": "x",
+    "num_frames": 16,
+    "do_i2v": True,
+}
+
+AI_TOOLKIT = """
+job: extension
+config:
+  name: my_first_lora_v1
+  process:
+    - type: diffusion_trainer
+      training_folder: output
+      sqlite_db_path: ./aitk_db.db
+      device: cuda
+      trigger_word: null
+      performance_log_every: 10
+      network:
+        {type: lora, linear: 32, linear_alpha: 32, conv: 16, conv_alpha: 16, lokr_full_rank: true,
+         lokr_factor: -1, network_kwargs: {ignore_if_contains: []}}
+      save:
+        {dtype: bf16, save_every: 250, max_step_saves_to_keep: 4, save_format: diffusers, push_to_hub: false}
+      datasets:
+        - {folder_path: /data/cats, mask_path: null, mask_min_value: 0.1, default_caption: '',
+           caption_ext: txt, caption_dropout_rate: 0.05, cache_latents_to_disk: false, is_reg: false,
+           network_weight: 1, resolution: [512, 768, 1024], controls: [], shrink_video_to_frames: true,
+           num_frames: 1, flip_x: false, flip_y: false, num_repeats: 1}
+      train:
+        {batch_size: 1, bypass_guidance_embedding: true, steps: 3000, gradient_accumulation: 1,
+         train_unet: true, train_text_encoder: false, gradient_checkpointing: true,
+         noise_scheduler: flowmatch, optimizer: adamw8bit, timestep_type: sigmoid, content_or_style: balanced,
+         optimizer_params: {weight_decay: 0.0001}, unload_text_encoder: false, cache_text_embeddings: false,
+         lr: 0.0001, ema_config: {use_ema: false, ema_decay: 0.99}, skip_first_sample: false,
+         force_first_sample: false, disable_sampling: false, dtype: bf16, diff_output_preservation: false,
+         diff_output_preservation_multiplier: 1.0, diff_output_preservation_class: person,
+         switch_boundary_every: 1, loss_type: mse}
+      logging: {log_every: 1, use_ui_logger: true}
+      model:
+        {name_or_path: ostris/Flex.1-alpha, quantize: true, qtype: qfloat8, quantize_te: true,
+         qtype_te: qfloat8, arch: flex1, low_vram: false, model_kwargs: {}, compile: false}
+      sample:
+        {sampler: flowmatch, sample_every: 250, sample_start_step: 0, width: 1024, height: 1024,
+         samples: [{prompt: a cat}], neg: '', seed: 42, walk_seed: true, guidance_scale: 4, sample_steps: 30,
+         num_frames: 1, fps: 1}
+meta: {name: '[name]', version: '1.0'}
+"""
+"""What ai-toolkit's web page begins with (ui/src/app/jobs/new/jobConfig.ts)."""
+
+AI_TOOLKIT_REFUSED = {
+    "datasets[0].cache_latents_to_disk": True,
+    "model.name_or_path": "flex.safetensors",
+    "model.quantize_te": False,
+    "train.bypass_guidance_embedding": False,
+    "train.cache_text_embeddings": True,
+}
+"""Key -> what Graft can do, of those that have to be changed there."""
 
 
 def document(key="", value=None, **dataset):
@@ -167,7 +323,7 @@ def document(key="", value=None, **dataset):
         "model": {"name_or_path": "base.safetensors"},
     }
     whole = {"config": {"name": "mine", "process": [process]}}
-    if key.startswith("sample.") or key == "train.skip_first_sample":
+    if (key.startswith("sample.") and key != "sample.samples") or key == "train.skip_first_sample":
         process["sample"] = {"prompts": ["a cat"]}
     if key and value is not None:
         *path, last = key.split(".")
@@ -208,16 +364,42 @@ def test_a_key_of_a_dataset_is_honoured(key, tmp_path):
     assert {target: setting(job, target) for target in expected} == expected
 
 
-@pytest.mark.parametrize("key", ["cache_latents", "cache_latents_to_disk"])
-def test_a_dataset_is_always_encoded_once_and_kept(key, tmp_path):
-    with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: False is not possible"):
-        compile_job(document(**{key: False}), tmp_path)
+@pytest.mark.parametrize("key", DATASET_REFUSED)
+def test_a_key_of_a_dataset_that_cannot_be_honoured_is_refused_by_name(key, tmp_path):
+    with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: .*(Remove the key|Set it to)"):
+        compile_job(document(**{key: DATASET_REFUSED[key]}), tmp_path)
+
+
+def test_one_attempt_names_all_that_has_to_be_changed(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(AI_TOOLKIT)
+    with pytest.raises(ValueError, match=r"job\.yaml: 5 problems:") as error:
+        read_job(file)
+    assert sorted(line.split(": ")[0] for line in str(error.value).splitlines()[1:]) == [*AI_TOOLKIT_REFUSED]
+    whole = yaml.safe_load(AI_TOOLKIT)
+    for key, value in AI_TOOLKIT_REFUSED.items():
+        place = whole["config"]["process"][0]
+        *path, last = key.replace("[0]", ".0").split(".")
+        for part in path:
+            place = place[int(part) if part.isdigit() else part]
+        place[last] = value
+    compile_job(whole, tmp_path)
+
+
+def test_errors_of_one_key_do_not_hide_those_of_several(tmp_path):
+    both = document("train.learning_rate", 1e-4)
+    both["config"]["process"][0] |= {"sampel": {}, "network": {"conv_alpha": 1}, "type": "x"}
+    del both["config"]["name"], both["config"]["process"][0]["datasets"][0]["folder_path"]
+    with pytest.raises(ValueError, match="6 problems:") as error:
+        compile_job(both, tmp_path)
+    for line in ("train.learning_rate", "sampel", "type", "config.name", "network.conv_alpha", "datasets"):
+        assert f"\n{line}" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "near"),
     [
-        ("train.gradient_accumulation", 4, "gradient_accumulation_steps"),
+        ("train.gradient_acumulation", 4, "gradient_accumulation"),
         ("train.learning_rate", 1e-4, "lr"),
         ("network.liner", 4, "linear"),
         ("sampel", {"prompts": []}, "sample"),
@@ -248,9 +430,11 @@ def test_what_concerns_no_node_is_kept_for_the_command_line(name, tmp_path):
 
 
 def test_keys_that_contradict_one_another_are_refused(tmp_path):
-    both = document("train.linear_timesteps", True)
-    both["config"]["process"][0]["train"]["timestep_type"] = "sigmoid"
-    with pytest.raises(ValueError, match="timestep_type and train.linear_timesteps ask for different"):
+    both = document("train.gradient_accumulation_steps", 2)
+    both["config"]["process"][0]["train"]["gradient_accumulation"] = 3
+    with pytest.raises(
+        ValueError, match="accumulation and train.gradient_accumulation_steps ask for different"
+    ):
         compile_job(both, tmp_path)
     flux = document("train.noise_scheduler", "ddpm")
     flux["config"]["process"][0]["model"]["arch"] = "flux"
@@ -277,6 +461,111 @@ def test_convolutions_get_a_rank_and_an_alpha_of_their_own(tmp_path):
     assert "*.in_layers.2 = 2\n" in setting(job, "lora_settings.alphas")
     same = compile_job(document("network", {"linear": 16, "conv": 16}), tmp_path)
     assert not same.nodes("GraftLoraSettings")
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"), [({"arch": "flux"}, "attn-mlp"), ({"arch": "sdxl"}, "all"), ({}, "all")]
+)
+def test_a_rank_of_convolutions_changes_nothing_in_a_model_without_any(model, targets, tmp_path):
+    whole = document("network", {"linear": 16, "conv": 4})
+    whole["config"]["process"][0]["model"] |= model
+    job = compile_job(whole, tmp_path)
+    assert setting(job, "lora.targets") == targets
+    assert bool(job.nodes("GraftLoraSettings")) is (targets == "all")
+
+
+def objective(tmp_path, arch, **train):
+    whole = document("train", train)
+    whole["config"]["process"][0]["model"]["arch"] = arch
+    found = compile_job(whole, tmp_path).nodes("GraftObjectiveSettings")
+    return from_dict(ObjectiveConfig, found[0]["inputs"]) if found else ObjectiveConfig()
+
+
+def ai_toolkit_levels(name, arch, u):
+    """Noise levels at the quantiles u for 1024 pixels (toolkit/samplers/custom_flowmatch_sampler.py)."""
+    if name in ("linear", "sigmoid"):
+        return {"linear": u, "sigmoid": torch.sigmoid(torch.special.ndtri(u))}[name]
+    if arch == "flux":
+        return math.exp(1.15) / (math.exp(1.15) + (1 / u - 1))  # dynamic shifting by mu, 1.15 at 4096 tokens
+    shift = {"sd3": 3.0, "zimage": 3.0, "hidream": 3.0, "lumina2": 6.0}[arch]
+    return shift * u / (1 + (shift - 1) * u)
+
+
+@pytest.mark.parametrize("arch", ["flux", "sd3", "zimage", "hidream", "lumina2"])
+@pytest.mark.parametrize("name", ["linear", "sigmoid", "shift", "flux_shift"])
+def test_timestep_types_draw_the_levels_that_ai_toolkit_draws(name, arch, tmp_path):
+    config, generator = objective(tmp_path, arch, timestep_type=name), torch.Generator().manual_seed(0)
+    sampling, family = Flow(), FAMILIES[ARCHITECTURES[arch]]
+    drawn = draw_sigmas(4000, config, family, sampling, generator=generator, tokens=4096).sort().values
+    u = (torch.arange(4000) + 0.5) / 4000
+    torch.testing.assert_close(drawn, ai_toolkit_levels(name, arch, u), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("arch", ["chroma", "qwen_image"])
+def test_a_shift_that_ai_toolkit_has_otherwise_is_refused(arch, tmp_path):
+    with pytest.raises(ValueError, match=rf"timestep_type: Graft shifts {arch} otherwise"):
+        objective(tmp_path, arch, timestep_type="shift")
+    assert objective(tmp_path, arch, timestep_type="linear").shift == 1.0
+
+
+def test_a_timestep_type_says_nothing_about_a_model_that_is_no_flow(tmp_path):
+    assert objective(tmp_path, "sdxl", timestep_type="sigmoid") == ObjectiveConfig()
+
+
+def test_style_takes_the_levels_at_the_cube_of_their_quantile(tmp_path):
+    config, u = objective(tmp_path, "flux", content_or_style="style"), torch.linspace(0.01, 0.99, 9)
+    torch.testing.assert_close(biased(u, config.bias), u**3)
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "zimage:turbo", "qwen_image:2512"])
+def test_an_architecture_that_has_a_family_is_accepted(arch, tmp_path):
+    compile_job(document("model.arch", arch), tmp_path)
+
+
+@pytest.mark.parametrize("arch", ["wan21:1b", "qwen_image_edit", "omnigen2", "anima"])
+def test_an_architecture_without_a_family_is_refused_by_name(arch, tmp_path):
+    with pytest.raises(ValueError, match=rf"model\.arch: '{arch.partition(':')[0]}' is not one of"):
+        compile_job(document("model.arch", arch), tmp_path)
+
+
+def rounded(qtype):
+    return document("model", {"name_or_path": "base.safetensors", "quantize": True, "qtype": qtype})
+
+
+@pytest.mark.parametrize(("qtype", "base"), [("float8", "fp8"), ("int8", "int8"), ("nf4", "nf4")])
+def test_the_format_of_a_rounded_base_is_honoured(qtype, base, tmp_path):
+    assert setting(compile_job(rounded(qtype), tmp_path), "memory.base") == base
+
+
+def test_a_format_that_graft_does_not_round_to_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.qtype: 'uint4' is not one of .* 4 bits are nf4"):
+        compile_job(rounded("uint4"), tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("lora", 0), ("lokr", 1)])
+def test_a_full_rank_is_lokrs_alone(kind, nodes, tmp_path):
+    job = compile_job(document("network", {"type": kind, "lokr_full_rank": True}), tmp_path)
+    assert len(job.nodes("GraftLoraSettings")) == nodes
+
+
+def test_a_guidance_embedding_can_be_bypassed_only_where_there_is_none(tmp_path):
+    whole = document("train.bypass_guidance_embedding", True)
+    whole["config"]["process"][0]["model"]["arch"] = "zimage"
+    compile_job(whole, tmp_path)
+
+
+def test_what_goes_into_the_lora_names_no_folder(tmp_path):
+    whole = document("save", {"save_workflow": True}, folder_path="/home/anna/cats/")
+    (tmp_path / "b.safetensors").touch()
+    process = whole["config"]["process"][0]
+    process |= {"training_folder": r"C:\Users\anna\out", "sqlite_db_path": "/home/anna/x.db"}
+    files = ("name_or_path", "vae_path", "clip_l_path", "t5_path", "text_encoder_path")
+    process["model"] = dict.fromkeys(files, f"{tmp_path}/b.safetensors")
+    process["sample"] = {"prompts": ["a/b"]}
+    kept = compile_job(whole, tmp_path).document["config"]["process"][0]
+    assert kept["datasets"] == [{"folder_path": "cats"}] and kept["sample"] == {"prompts": ["a/b"]}
+    assert kept["training_folder"] == "out" and set(kept["model"].values()) == {"b.safetensors"}
+    assert "anna" not in str(kept) and tmp_path.name not in str(kept)
 
 
 def test_sampling_can_be_switched_off(tmp_path):

@@ -1,13 +1,15 @@
 """A job file (YAML), in the layout of EriDiffusion and ai-toolkit, as a graph of Graft's nodes.
 
 The rule: every key of a file is either honoured or refused by name, with the nearest known one or the reason.
-`job_keys.py` says what each key sets and `job_graph.py` what the graph is, so that the command line, the
-Training Job node and an exported graph all do the same.
+`job_keys.py` says what each key sets, `job_rules.py` what several decide together and `job_graph.py` what the
+graph is, so that the command line, the Training Job node and an exported graph all do the same.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ from typing import Any
 import yaml
 
 from .config import unknown_key
-from .family import CONVOLUTIONS
-from .job_graph import NODES, Prompt, graph
-from .job_keys import DATASET_KEYS, KEYS, NOISE, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
+from .job_graph import Prompt, graph
+from .job_keys import DATASET_KEYS, KEYS, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
+from .job_rules import RULES
 
 DATASETS = "graft_datasets"
 """Kind of folder, in extra_model_paths.yaml, that holds images."""
@@ -36,7 +38,7 @@ class Job:
     device: str = "cuda:0"
     log_every: int = 0
     document: Mapping[str, Any] = field(default_factory=dict)
-    """The file as it was read; it goes into the LoRA's metadata."""
+    """The file as it was read; it goes into the LoRA's metadata. Paths are cut to their last part."""
 
     def node(self, kind: str) -> str:
         """Return the number of the only node of class `kind`."""
@@ -65,56 +67,84 @@ def read_job(path: Path) -> Job:
 
 
 def compile_job(document: Mapping[str, Any], folder: Path) -> Job:
-    """Return the job that the parsed file `document` in `folder` asks for."""
-    around = _settings(document, ROOT_KEYS)
-    process, datasets = _parts(document)
-    settings = _settings(process, KEYS, before=around)
-    sets = [_settings(entry, DATASET_KEYS, f"datasets[{i}].") for i, entry in enumerate(datasets)]
-    _require(settings, "run.name", "config.name", "the name of the run")
-    _require(settings, "run.type", "type", "sd_trainer")
-    _require(settings, "base.model", "model.name_or_path", "the base model's file")
-    for i, entry in enumerate(sets):
-        _require(entry, "dataset.folder", f"datasets[{i}].folder_path", "the folder of the images")
-        if "may.trigger" in settings:
-            entry.setdefault("dataset.trigger", settings["may.trigger"])
-    inputs = _by_node(derive(settings))
-    run, places = inputs.pop("run"), _Places(folder)
+    """Return the job that the parsed file `document` in `folder` asks for.
+
+    Raises one ValueError for everything in the file that cannot be had, a line each.
+    """
+    refusals: list[str] = []
+    settings = _settings(document, ROOT_KEYS, refusals)
+    inputs: dict[str, dict[str, Any]] = {}
+    sets: list[Settings] = []
+    places = _Places(folder)
+    with _noted(refusals):
+        process, datasets = _parts(document)
+        settings = _settings(process, KEYS, refusals, before=settings)
+        for i, entry in enumerate(datasets):
+            sets.append(_settings(entry, DATASET_KEYS, refusals, f"datasets[{i}]."))
+        _require(settings, "run.name", "config.name", "the name of the run", refusals)
+        _require(settings, "run.type", "type", "sd_trainer", refusals)
+        _require(settings, "base.model", "model.name_or_path", "the base model's file", refusals)
+        inputs = _by_node(derive(settings, refusals))
+        _place_models(inputs.get("base", {}), places, refusals)
+        for i, entry in enumerate(sets):
+            folder_key = f"datasets[{i}].folder_path"
+            if not _require(entry, "dataset.folder", folder_key, "the folder of the images", refusals):
+                continue
+            if "may.trigger" in settings:
+                entry.setdefault("dataset.trigger", settings["may.trigger"])
+            with _noted(refusals):
+                entry["dataset.folder"] = places.dataset(entry["dataset.folder"])
+    if refusals:
+        raise ValueError("\n".join(([f"{len(refusals)} problems:"] if refusals[1:] else []) + refusals))
+    run = inputs.pop("run")
     name = run["name"]
-    _place_models(inputs["base"], places)
-    for entry in sets:
-        entry["dataset.folder"] = places.dataset(entry["dataset.folder"])
-    prompt = graph(inputs, [_by_node(entry) for entry in sets])
     return Job(
         name,
-        prompt,
+        graph(inputs, [_by_node(entry) for entry in sets]),
         {kind: tuple(dict.fromkeys(found)) for kind, found in places.folders.items()},
         folder / run.get("output", "output"),
         run.get("device", "cuda:0"),
         run.get("log_every", 0),
-        _replaced(document, name),
+        _shared(document, name),
     )
 
 
-def flat(
-    values: Mapping[str, Any], where: str, known: Mapping[str, Any], *, shown: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested dicts; empty values (YAML's null) say nothing.
+@contextmanager
+def _noted(refusals: list[str]) -> Iterator[None]:
+    """Note a ValueError and go on, so that one attempt names everything that a file cannot have."""
+    try:
+        yield
+    except ValueError as error:
+        refusals.append(str(error))
 
-    Raises ValueError naming a key that leads to none of `known`, and the nearest that would.
+
+def flat(
+    values: Mapping[str, Any], known: Mapping[str, Read], where: str = "", *, shown: str = ""
+) -> Iterator[tuple[str, Any, Read]]:
+    """Yield (dotted key, value, its reading) of nested dicts; empty values (YAML's null) say nothing.
+
+    The reading of a key that leads to none of `known` raises a ValueError that names the nearest that would.
     """
     for name, value in values.items():
         key = f"{where}{name}"
         if key in known:
             if value is not None:
-                yield key, value
+                yield key, value, known[key]
         elif not any(other.startswith(f"{key}.") for other in known):
             below = [other.removeprefix(where) for other in known if other.startswith(where)]
             siblings = dict.fromkeys(other.partition(".")[0] for other in below)
-            raise unknown_key(str(name), siblings, where=shown + where)
+            yield key, value, _raising(unknown_key(str(name), siblings, where=shown + where))
         elif isinstance(value, Mapping):
-            yield from flat(value, f"{key}.", known, shown=shown)
+            yield from flat(value, known, f"{key}.", shown=shown)
         elif value is not None:
-            raise ValueError(f"{shown}{key}: expected keys below it, found {value!r}.")
+            yield key, value, _raising(ValueError(f"{shown}{key}: expected keys below it, found {value!r}."))
+
+
+def _raising(error: ValueError) -> Read:
+    def read(value: Any, key: str) -> Settings:
+        raise error
+
+    return read
 
 
 def model_paths(job: Job) -> dict[str, dict[str, str]]:
@@ -123,63 +153,14 @@ def model_paths(job: Job) -> dict[str, dict[str, str]]:
     return {"graft_job": lines} if lines else {}
 
 
-def derive(settings: Settings) -> Settings:
-    """Return the settings with those resolved that several keys decide together ("may.*", read here)."""
+def derive(settings: Settings, refusals: list[str]) -> Settings:
+    """Return the settings with those resolved that several keys decide together ("may.*")."""
     done = {name: value for name, value in settings.items() if not name.startswith("may.")}
     may = {name.removeprefix("may."): v for name, v in settings.items() if name.startswith("may.")}
-    name, arch = done["run.name"], may.get("arch")
-    if may.get("use_ema", "ema_decay" in may):
-        done["optimizer.ema_decay"] = may.get("ema_decay", 0.99)
-    if may.get("streaming"):
-        done["memory.base"] = "offload"
-        done |= {"memory.budget_gb": may["limit"]} if "limit" in may else {}
-    elif "limit" in may:
-        raise ValueError("train.streaming_memory_limit_gb: needs train.use_layer_streaming: true.")
-    if may.get("quantize") and may.get("streaming"):
-        raise ValueError(
-            "model.quantize and train.use_layer_streaming are both true: the base is either rounded to 8 "
-            "bits or kept in host memory; leave one out."
-        )
-    if may.get("low_vram") and not may.get("streaming"):
-        done["memory.base"] = "offload"
-    if may.get("quantize"):
-        done["memory.base"] = "fp8"
-    _train_convolutions(done, may)
-    scheduler = may.get("noise_scheduler")
-    if arch and scheduler and NOISE[arch] != scheduler:
-        raise ValueError(
-            f"train.noise_scheduler: {scheduler!r} does not go with model.arch {arch!r}, which is trained by "
-            f"{NOISE[arch]!r}; leave it out: the model decides."
-        )
-    if arch == "flux" and any(name.startswith("sample.") for name in done):
-        done["sample.cfg"] = 1.0
-    if "guidance_scale" in may:
-        done["sample.guidance" if arch == "flux" else "sample.cfg"] = may["guidance_scale"]
-    if may.get("disable_sampling") or not any(key.startswith("sample.") for key in done):
-        done = {key: value for key, value in done.items() if not key.startswith("sample.")}
-    elif not done.get("sample.prompts"):
-        raise ValueError("sample.prompts: nothing to draw; list some, or set train.disable_sampling: true.")
-    if "optimizer.schedule" not in done and "optimizer.warmup_steps" in done:
-        done["optimizer.schedule"] = "constant"
-    return done | {"train.name": name, "save.name": name}
-
-
-def _train_convolutions(done: Settings, may: Mapping[str, Any]) -> None:
-    """Train convolutions too, where the file gives them a rank; their alpha is by default the same.
-
-    1x1 convolutions count as linear layers (ai-toolkit, toolkit/lora_special.py).
-    """
-    if "conv" not in may:
-        if "conv_alpha" in may:
-            raise ValueError("network.conv_alpha: needs network.conv, the rank of convolutions.")
-        return
-    rank = done.get("lora.rank", NODES["lora"].inputs["rank"])
-    conv, alpha = may["conv"], done.get("lora.alpha") or rank
-    conv_alpha = may.get("conv_alpha") or conv
-    done["lora.targets"] = "all"
-    for name, value, linear in (("ranks", conv, rank), ("alphas", conv_alpha, alpha)):
-        if value != linear:
-            done[f"lora_settings.{name}"] = "\n".join(f"{part} = {value:g}" for part in CONVOLUTIONS)
+    for rule in RULES:
+        with _noted(refusals):
+            rule(done, may)
+    return done | {"train.name": done.get("run.name"), "save.name": done.get("run.name")}
 
 
 class _Places:
@@ -218,15 +199,20 @@ class _Places:
         return path.name
 
 
-def _place_models(base: dict[str, Any], places: _Places) -> None:
-    base["model"] = places.file(base["model"], "model.name_or_path", ("checkpoints", "diffusion_models"))
-    if "vae" in base:
-        base["vae"] = places.file(base["vae"], "model.vae_path", ("vae",))
-    given = [(key, base.pop(key)) for key in TEXT_ENCODERS if key in base]
+def _place_models(base: dict[str, Any], places: _Places, refusals: list[str]) -> None:
+    given = [key for key in TEXT_ENCODERS if key in base]
     if len(given) > 3:
-        raise ValueError(f"model: {len(given)} text encoders are given; a model takes at most three.")
-    for slot, (key, name) in enumerate(given):
-        base[f"text_encoder_{slot + 1}"] = places.file(name, f"model.{key}", ("text_encoders",))
+        refusals.append(f"model: {len(given)} text encoders are given; a model takes at most three.")
+    slots = {key: (f"text_encoder_{slot + 1}", key, ("text_encoders",)) for slot, key in enumerate(given)}
+    files = {
+        "model": ("model", "name_or_path", ("checkpoints", "diffusion_models")),
+        "vae": ("vae", "vae_path", ("vae",)),
+        **slots,
+    }
+    for name in [name for name in files if name in base]:
+        slot, key, kinds = files[name]
+        with _noted(refusals):
+            base[slot] = places.file(base.pop(name), f"model.{key}", kinds)
 
 
 def _parts(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
@@ -243,28 +229,38 @@ def _parts(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[st
 
 
 def _settings(
-    values: Mapping[str, Any], table: Mapping[str, Read], where: str = "", *, before: Settings | None = None
+    values: Mapping[str, Any],
+    table: Mapping[str, Read],
+    refusals: list[str],
+    where: str = "",
+    *,
+    before: Settings | None = None,
 ) -> Settings:
     """Return what the keys of `values` set, beside what was set before.
 
-    Raises ValueError when two keys set one input to different values.
+    What cannot be set is added to `refusals`, also where two keys set one input to different values.
     """
     settings: Settings = dict(before or {})
     origin: dict[str, str] = {}
-    for key, value in flat(values, "", table, shown=where):
-        for target, setting in table[key](value, f"{where}{key}").items():
-            if setting is None:
-                continue
-            if settings.get(target, setting) != setting:
-                other = origin.get(target, "a key under meta")
-                raise ValueError(f"{where}{key} and {other} ask for different things; keep one.")
-            settings[target], origin[target] = setting, f"{where}{key}"
+    for key, value, read in flat(values, table, shown=where):
+        with _noted(refusals):
+            for target, setting in read(value, f"{where}{key}").items():
+                if setting is None:
+                    continue
+                if settings.get(target, setting) != setting:
+                    other = origin.get(target, "a key under meta")
+                    raise ValueError(f"{where}{key} and {other} ask for different things; keep one.")
+                settings[target], origin[target] = setting, f"{where}{key}"
     return settings
 
 
-def _require(settings: Settings, target: str, key: str, what: str) -> None:
-    if not settings.get(target):
-        raise ValueError(f"{key}: missing; it is {what}.")
+def _require(settings: Settings, target: str, key: str, what: str, refusals: list[str]) -> bool:
+    """Say whether a key is there, and note it where it is neither there nor refused already."""
+    if settings.get(target):
+        return True
+    if not any(found.startswith(f"{key}:") for found in refusals):
+        refusals.append(f"{key}: missing; it is {what}.")
+    return False
 
 
 def _by_node(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -275,12 +271,21 @@ def _by_node(settings: Settings) -> dict[str, dict[str, Any]]:
     return nodes
 
 
-def _replaced(value: Any, name: str) -> Any:
-    """Return a part of the file with "[name]" replaced by the job's name, as plain JSON values."""
+def _shared(value: Any, name: str, key: str = "") -> Any:
+    """Return a part of the file, the value of `key`, as plain JSON values that may be given away.
+
+    "[name]" is replaced by the job's name, and of a path only the last part is left: folders say who somebody
+    is.
+    """
     if isinstance(value, Mapping):
-        return {str(key): _replaced(inner, name) for key, inner in value.items()}
+        return {str(inner): _shared(value[inner], name, str(inner)) for inner in value}
     if isinstance(value, list):
-        return [_replaced(inner, name) for inner in value]
+        return [_shared(entry, name, key) for entry in value]
     if isinstance(value, str):
+        value = re.split(r"[\\/]", value.rstrip("\\/"))[-1] if PATH.fullmatch(key) else value
         return value.replace("[name]", name)
     return value if isinstance(value, int | float | bool | None) else str(value)
+
+
+PATH = re.compile(r"training_folder|.*_path")
+"""Keys whose value is a path."""

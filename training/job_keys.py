@@ -1,11 +1,15 @@
 """What the keys of a job file mean: ROOT_KEYS, KEYS and DATASET_KEYS, each key with the input it sets.
 
 A key is read into {"node.input": value}, where "node" is a name in NODES of `job_graph.py`, "run" for what
-concerns the run as a whole, or "may" for what several keys decide together (`job.derive`).
+concerns the run as a whole, or "may" for what several keys decide together (`job_rules.py`).
+
+What ai-toolkit's names mean was read off its source (ostris/ai-toolkit, 27a03a9): toolkit/config_modules.py,
+toolkit/samplers/custom_flowmatch_sampler.py and jobs/process/BaseSDTrainProcess.py.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -37,12 +41,20 @@ def only(allowed: Any, why: str) -> Read:
 
 
 def refused(why: str) -> Read:
-    """Return the reading of a key that other trainers have and Graft has not."""
+    """Return the reading of a key that other trainers have and Graft has not; off or empty, it says
+    nothing."""
 
     def read(value: Any, key: str) -> Settings:
+        if value is False or value in ("", [], {}):
+            return {}
         raise ValueError(f"{key}: not supported: {why}. Remove the key.")
 
     return read
+
+
+def unused(value: Any, key: str) -> Settings:
+    """Read a key that changes nothing here, whatever its value: it belongs to what is off or not there."""
+    return {}
 
 
 def text(value: Any, key: str) -> str:
@@ -76,15 +88,18 @@ def flag(value: Any, key: str) -> bool:
     return value
 
 
-def one_of(choices: Mapping[str, Any]) -> Convert:
-    """Return the conversion of names: what the file says -> what the input is given."""
+def one_of(choices: Mapping[str, Any], advice: str = "") -> Convert:
+    """Return the conversion of names: what the file says -> what the input is given.
+
+    `advice` says what to do about a name that only other trainers know.
+    """
 
     def convert(value: Any, key: str) -> Any:
         name = text(value, key)
         if name not in choices:
             near = get_close_matches(name, choices, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{key}: {name!r} is not one of {', '.join(choices)}.{hint}")
+            raise ValueError(f"{key}: {name!r} is not one of {', '.join(choices)}.{advice or hint}")
         return choices[name]
 
     return convert
@@ -120,11 +135,32 @@ def multiples(value: Any, key: str) -> str:
 
 def network_type(value: Any, key: str) -> Settings:
     name = one_of(NETWORKS)(value, key)
-    return {"lora.algorithm": name, **({"lora_settings.full_matrix": True} if value in FULL else {})}
+    return {"lora.algorithm": name, **({"may.full_matrix": True} if value in FULL else {})}
 
 
 def min_snr(value: Any, key: str) -> Settings:
     return {"objective.weighting": "min-snr", "objective.min_snr_gamma": number(value, key)}
+
+
+def samples(value: Any, key: str) -> Settings:
+    """Return the prompts of a list of samples, and which of them have settings of their own."""
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
+        raise ValueError(f"{key}: expected a list of '- prompt: ...', found {value!r}.")
+    own = [
+        f"{key}[{i}].{name}"
+        for i, entry in enumerate(value)
+        for name in entry
+        if name != "prompt" and entry[name] not in (None, "")
+    ]
+    prompts = lines([entry.get("prompt", "") for entry in value], key)
+    return {"sample.prompts": prompts, "may.own": own or None}
+
+
+def architecture(value: Any, key: str) -> str:
+    """Return a name in ARCHITECTURES; what follows a colon ("zimage:turbo") only names a file to download."""
+    name = text(value, key).partition(":")[0]
+    known: str = one_of({arch: arch for arch in ARCHITECTURES}, ELSEWHERE)(name, key)
+    return known
 
 
 def device(value: Any, key: str) -> str:
@@ -155,23 +191,47 @@ SCHEDULE_NAMES = {
     "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
     "cosine_with_restarts": "restarts", "polynomial": "polynomial", "rex": "rex",
 }  # fmt: skip
-TIMESTEPS = {"sigmoid": "sigmoid", "linear": "uniform", "lognorm": "logit-normal", "mode": "mode"}
+TIMESTEPS = {
+    "sigmoid": ("sigmoid", 1.0), "linear": ("uniform", 1.0), "shift": ("uniform", 0.0),
+    "flux_shift": ("uniform", 0.0), "lumina2_shift": ("uniform", 0.0), "lognorm": ("logit-normal", 0.0),
+    "mode": ("mode", 0.0),
+}  # fmt: skip
+"""ai-toolkit's names -> (distribution, shift): 1 shifts nothing, 0 as the model's own schedule does. It has
+no "lognorm" and "mode"."""
+CONTENT_OR_STYLE = {"balanced": None, "style": -math.log2(3)}
+"""-> `ObjectiveConfig.bias`: "style" takes the distribution's quantile at u^3."""
 LOSS_NAMES = {"mse": "mse", "mae": "l1", "huber": "huber", "pseudo-huber": "pseudo-huber"}
 SAMPLER_NAMES = {
     "flowmatch": "euler", "euler": "euler", "ddpm": "ddpm", "ddim": "ddim", "euler_a": "euler_ancestral",
     "dpmpp_2m": "dpmpp_2m", "heun": "heun", "uni_pc": "uni_pc",
 }  # fmt: skip
 CAPTIONS = {"txt": "txt", ".txt": "txt", "caption": "caption", ".caption": "caption", "json": "json"}
-NOISE = {"flux": "flowmatch", "sd3": "flowmatch", "sdxl": "ddpm", "sd1": "ddpm", "chroma": "flowmatch"}
-"""model.arch -> the only noise scheduler it is trained by."""
+ARCHITECTURES = {
+    "sd1": "SD15", "sd15": "SD15", "sd2": "SD20", "sdxl": "SDXL", "ssd": "SSD1B", "vega": "Segmind_Vega",
+    "sd3": "SD3", "flux": "Flux", "flex1": "Flux", "flux2": "Flux2", "flux2_klein_4b": "Flux2",
+    "flux2_klein_9b": "Flux2", "chroma": "Chroma", "lumina2": "Lumina2", "zimage": "ZImage",
+    "qwen_image": "QwenImage", "hidream": "HiDream",
+}  # fmt: skip
+"""model.arch -> row of FAMILIES."""
+QUANTIZED = {"qfloat8": "fp8", "float8": "fp8", "int8": "int8", "nf4": "nf4"}
+"""model.qtype -> `MemoryConfig.base`; "nf4" is Graft's own name for 4 bits."""
 TEXT_ENCODERS = ("text_encoder_path", "clip_l_path", "text_encoder_2_path", "clip_g_path", "t5_path")
 """In the order of Load Base Model's inputs."""
 
 NOTHING_LEAVES = "nothing leaves this machine"
-EVERY_STEP = "every step is in the run's log.jsonl and log.csv anyway"
 TOKENIZERS = "tokenizers come with ComfyUI"
 FLUX_SIGMAS = "these are levels of another noise schedule; the model's own are used"
 RAMP = "blocks cannot be ramped up one after another; give them a rate of their own in lr_if_contains"
+ELSEWHERE = " Other image models that ComfyUI samples are trained in the editor, from Load Base Model."
+UNWEIGHTED = " linear draws the levels of weighted, without the loss weights that were measured on Flex.1."
+CONTENT = " Instead of content, set timestep_type: shift for more high noise."
+FOUR_BITS = " Graft's 4 bits are nf4, its 8 bits qfloat8 and int8."
+BELL = "it also weighs the loss by a bell curve; timestep_type: linear draws the same levels without it"
+PRESERVATION = "list images of the class in general as a dataset with is_reg: true instead"
+ONE_SCALE = "all images train the LoRA at its full strength"
+NO_PAIRS = "images are not trained in pairs, with a control or a source image"
+NO_VIDEO = "images are trained, not videos or sound"
+ASSISTANT = "load such a LoRA onto the MODEL with Load LoRA, before Train Steps, in the editor"
 TREAD = "token routing changes the network that is trained"
 
 ROOT_KEYS: Mapping[str, Read] = {
@@ -195,17 +255,26 @@ ROOT_KEYS: Mapping[str, Read] = {
 """Key of the file -> what it sets."""
 
 KEYS: Mapping[str, Read] = {
-    "type": to("run.type", one_of({"sd_trainer": "sd_trainer", "flux_trainer": "flux_trainer"})),
+    "type": to("run.type", one_of({"sd_trainer": 1, "flux_trainer": 1, "diffusion_trainer": 1})),
     "training_folder": to("run.output", text),
     "device": to("run.device", device),
     "trigger_word": to("may.trigger", text),
     "performance_log_every": to("run.log_every", whole),
+    "sqlite_db_path": unused,
+    "logging.log_every": unused,
+    "logging.use_ui_logger": unused,
+    "logging.verbose": unused,
+    "logging.use_wandb": only(False, NOTHING_LEAVES),
+    "logging.project_name": unused,
+    "logging.run_name": unused,
     "network.type": network_type,
     "network.linear": to("lora.rank", whole),
     "network.linear_alpha": to("lora.alpha", number),
     "network.conv": to("may.conv", whole),
     "network.conv_alpha": to("may.conv_alpha", number),
     "network.dropout": to("lora_settings.dropout", number),
+    "network.transformer_only": only(True, "layers outside the blocks are left as they are"),
+    "network.lokr_full_rank": to("may.full_matrix", flag),
     "network.lokr_factor": to("lora_settings.factor", lambda value, key: int(number(value, key))),
     "network.network_kwargs.lr_if_contains": to("lora_settings.learning_rates", multiples),
     "network.network_kwargs.only_if_contains": to("lora.include", containing),
@@ -217,11 +286,14 @@ KEYS: Mapping[str, Read] = {
     "save.dtype": to("save.dtype", one_of(NUMBER_FORMATS)),
     "save.save_every": to("checkpoints.steps", whole),
     "save.max_step_saves_to_keep": to("checkpoints.keep", whole),
+    "save.save_workflow": to("save.save_workflow", flag),
+    "save.save_format": to("may.save_format", one_of({"safetensors": None, "diffusers": None})),
     "save.push_to_hub": only(False, NOTHING_LEAVES),
     "save.hf_repo_id": refused(NOTHING_LEAVES),
     "save.hf_private": refused(NOTHING_LEAVES),
     "train.batch_size": to("train.batch_size", whole),
     "train.steps": to("train.steps", whole),
+    "train.gradient_accumulation": to("optimizer.gradient_accumulation", whole),
     "train.gradient_accumulation_steps": to("optimizer.gradient_accumulation", whole),
     "train.train_unet": only(True, "the diffusion model is what is trained"),
     "train.train_text_encoder": to("lora.text_encoder", either(1.0, 0.0)),
@@ -238,36 +310,73 @@ KEYS: Mapping[str, Read] = {
     "train.max_grad_norm": to("optimizer.max_grad_norm", number),
     "train.seed": to("train.seed", whole),
     "train.skip_first_sample": to("sample.before_training", either(False, True)),
+    "train.force_first_sample": only(False, "the first set is drawn when a run begins, not when it goes on"),
     "train.disable_sampling": to("may.disable_sampling", flag),
-    "train.linear_timesteps": to("objective.sigmas", either("uniform", "auto")),
-    "train.timestep_type": to("objective.sigmas", one_of(TIMESTEPS)),
+    "train.unload_text_encoder": only(
+        False, "captions would be left out; they are encoded once and the text encoders unloaded anyway"
+    ),
+    "train.cache_text_embeddings": only(True, "every caption is encoded once and kept on the disk"),
+    "train.linear_timesteps": refused(BELL),
+    "train.timestep_type": to("may.timesteps", one_of(TIMESTEPS, UNWEIGHTED)),
+    "train.content_or_style": to("objective.bias", one_of(CONTENT_OR_STYLE, CONTENT)),
+    "train.switch_boundary_every": unused,
+    "train.diff_output_preservation": only(False, PRESERVATION),
+    "train.diff_output_preservation_multiplier": unused,
+    "train.diff_output_preservation_class": unused,
+    "train.blank_prompt_preservation": only(False, PRESERVATION),
+    "train.blank_prompt_preservation_multiplier": unused,
+    "train.do_differential_guidance": to("may.differential_guidance", flag),
+    "train.differential_guidance_scale": to("may.differential_guidance_scale", number),
+    "train.do_guidance_loss": only(False, "a loss at another guidance was not tried"),
+    "train.guidance_loss_target": unused,
+    "train.audio_loss_multiplier": unused,
+    "train.max_loss": refused("a loss is not clipped; max_grad_norm limits what it changes"),
+    "train.validation_config": refused("images are held out with Validation Settings, in the editor"),
     "train.loss_type": to("objective.loss", one_of(LOSS_NAMES)),
     "train.noise_offset": to("objective.noise_offset", number),
     "train.min_snr_gamma": min_snr,
     "train.ema_config.use_ema": to("may.use_ema", flag),
     "train.ema_config.ema_decay": to("may.ema_decay", number),
     "train.dtype": to("memory.precision", one_of(NUMBER_FORMATS)),
-    "train.bypass_guidance_embedding": only(False, "Flux Dev is trained with the guidance it was made with"),
+    "train.bypass_guidance_embedding": to("may.bypass", flag),
     "train.use_layer_streaming": to("may.streaming", flag),
     "train.streaming_memory_limit_gb": to("may.limit", number),
     "model.name_or_path": to("base.model", text),
-    "model.arch": to("may.arch", one_of({name: name for name in NOISE})),
+    "model.arch": to("may.arch", architecture),
+    "model.is_v2": to("may.arch", either("sd2", None)),
     "model.is_flux": to("may.arch", either("flux", None)),
     "model.is_v3": to("may.arch", either("sd3", None)),
     "model.is_sd3": to("may.arch", either("sd3", None)),
     "model.is_sdxl": to("may.arch", either("sdxl", None)),
     "model.is_xl": to("may.arch", either("sdxl", None)),
+    "model.is_ssd": to("may.arch", either("ssd", None)),
+    "model.is_vega": to("may.arch", either("vega", None)),
+    "model.is_lumina2": to("may.arch", either("lumina2", None)),
     "model.is_auraflow": only(False, "AuraFlow was not tried"),
     "model.quantize": to("may.quantize", flag),
+    "model.qtype": to("may.qtype", text),
+    "model.quantize_te": only(False, "text encoders run once, before training, and as their file has them"),
+    "model.qtype_te": unused,
     "model.low_vram": to("may.low_vram", flag),
+    "model.layer_offloading": to("may.layer_offloading", flag),
+    "model.layer_offloading_transformer_percent": only(1.0, "all layers are offloaded, or none"),
+    "model.layer_offloading_text_encoder_percent": unused,
     "model.compile": to("memory.compile", flag),
+    "model.block_compile": unused,
+    "model.model_kwargs": refused("these are settings of ai-toolkit's own model classes"),
+    "model.assistant_lora_path": refused(ASSISTANT),
+    "model.unconditional_lora_path": refused(ASSISTANT),
     "model.vae_path": to("base.vae", text),
     **{f"model.{key}": to(f"base.{key}", text) for key in TEXT_ENCODERS},
     "sample.sampler": to("sample.sampler", one_of(SAMPLER_NAMES)),
     "sample.sample_every": to("sample.every", whole),
     "sample.width": to("sample.width", whole),
     "sample.height": to("sample.height", whole),
+    "sample.sample_start_step": only(0, "samples are drawn from the first step on"),
     "sample.prompts": to("sample.prompts", lines),
+    "sample.samples": samples,
+    "sample.num_frames": only(1, NO_VIDEO),
+    "sample.fps": unused,
     "sample.neg": to("sample.negative", text),
     "sample.seed": to("sample.seed", whole),
     "sample.walk_seed": to("sample.walk_seed", flag),
@@ -294,5 +403,26 @@ DATASET_KEYS: Mapping[str, Read] = {
     "flip_x": to("dataset.flip", flag),
     "is_reg": to("dataset_settings.regularisation", flag),
     "trigger_word": to("dataset.trigger", text),
+    "default_caption": refused("write it into the caption file of each image that has none"),
+    "mask_path": refused("put the mask of cat.png beside it, as cat-mask.png"),
+    "mask_min_value": to("dataset_settings.outside_mask", number),
+    "alpha_mask": to("dataset_settings.masks", either("alpha", None)),
+    "invert_mask": only(False, "white is what counts"),
+    "network_weight": only(1, ONE_SCALE),
+    "flip_y": only(False, "pictures are not turned upside down"),
+    "batch_size": refused("all datasets share train.batch_size"),
+    "controls": refused(NO_PAIRS),
+    "control_path": refused(NO_PAIRS),
+    "control_path_1": refused(NO_PAIRS),
+    "control_path_2": refused(NO_PAIRS),
+    "control_path_3": refused(NO_PAIRS),
+    "num_frames": only(1, NO_VIDEO),
+    "do_i2v": only(False, NO_VIDEO),
+    "do_audio": only(False, NO_VIDEO),
+    "auto_frame_count": only(False, NO_VIDEO),
+    "shrink_video_to_frames": unused,
+    "fps": unused,
+    "audio_normalize": unused,
+    "audio_preserve_pitch": unused,
 }
 """Key of an entry of datasets[] -> what it sets."""

@@ -72,7 +72,7 @@ def small(folder, **process):
 
 def test_a_job_with_every_kind_of_node_runs(execute, base):
     sample = {"prompts": ["red"], "width": 64, "height": 64, "sample_every": 1, "sample_steps": 1}
-    more = {"train": {"steps": 2, "linear_timesteps": True, "dtype": "fp32", "lr": 1e-3}, "sample": sample}
+    more = {"train": {"steps": 2, "timestep_type": "linear", "dtype": "fp32", "lr": 1e-3}, "sample": sample}
     job = compile_job(small(base / "input" / "job images", **more), base / "elsewhere")
     for node in job.nodes("GraftLoadDataset"):
         node["inputs"]["folder"] = "job images"

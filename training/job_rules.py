@@ -1,0 +1,169 @@
+"""What several keys of a job file decide together: RULES, from what each key said to the nodes' inputs.
+
+A rule reads `may`, what the keys left open, and sets inputs in `done`; it raises ValueError where the keys do
+not go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .family import CONVOLUTIONS, FAMILIES, Family
+from .job_graph import NODES
+from .job_keys import ARCHITECTURES, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
+
+May = Mapping[str, Any]
+Rule = Callable[[Settings, May], None]
+
+
+def ema(done: Settings, may: May) -> None:
+    """Keep a moving average, also where only its decay is given."""
+    if may.get("use_ema", "ema_decay" in may):
+        done["optimizer.ema_decay"] = may.get("ema_decay", 0.99)
+
+
+def offloading(done: Settings, may: May) -> None:
+    """Keep the base in host memory, or round it."""
+    ways = {"train.use_layer_streaming": "streaming", "model.layer_offloading": "layer_offloading"}
+    offload = [key for key, name in ways.items() if may.get(name)]
+    if "limit" in may:
+        if not offload:
+            raise ValueError("train.streaming_memory_limit_gb: needs train.use_layer_streaming: true.")
+        done["memory.budget_gb"] = may["limit"]
+    if offload or may.get("low_vram"):
+        done["memory.base"] = "offload"
+    if may.get("quantize"):
+        done["memory.base"] = one_of(QUANTIZED, FOUR_BITS)(may.get("qtype", "qfloat8"), "model.qtype")
+        if offload:
+            raise ValueError(
+                f"model.quantize and {offload[0]} are both true: the base is either rounded or kept in "
+                "host memory; leave one out."
+            )
+
+
+def full_matrix(done: Settings, may: May) -> None:
+    """LoKr alone has a full matrix; ai-toolkit writes the switch beside every type."""
+    if may.get("full_matrix") and done.get("lora.algorithm") == "lokr":
+        done["lora_settings.full_matrix"] = True
+
+
+def convolutions(done: Settings, may: May) -> None:
+    """Train convolutions too, where the file gives them a rank; their alpha is by default the same.
+
+    1x1 convolutions count as linear layers (ai-toolkit, toolkit/lora_special.py). Transformers have no others
+    in their blocks: a rank for them changes nothing.
+    """
+    if not may.get("conv"):
+        if "conv_alpha" in may and "conv" not in may:
+            raise ValueError("network.conv_alpha: needs network.conv, the rank of convolutions.")
+        return
+    if _scheduler(may) == "flowmatch":
+        return
+    rank = done.get("lora.rank", NODES["lora"].inputs["rank"])
+    conv, alpha = may["conv"], done.get("lora.alpha") or rank
+    conv_alpha = may.get("conv_alpha") or conv
+    done["lora.targets"] = "all"
+    for name, value, linear in (("ranks", conv, rank), ("alphas", conv_alpha, alpha)):
+        if value != linear:
+            done[f"lora_settings.{name}"] = "\n".join(f"{part} = {value:g}" for part in CONVOLUTIONS)
+
+
+def scheduler(done: Settings, may: May) -> None:
+    """Check the noise scheduler against the architecture."""
+    family, given = _family(may), may.get("noise_scheduler")
+    if family and given and given != _trained_by(family):
+        raise ValueError(
+            f"train.noise_scheduler: {given!r} does not go with model.arch {may['arch']!r}, which is trained "
+            f"by {_trained_by(family)!r}; leave it out: the model decides."
+        )
+
+
+def noise_levels(done: Settings, may: May) -> None:
+    """Draw the levels that ai-toolkit draws: a name means nothing to it unless the model is a flow."""
+    if "timesteps" not in may or _scheduler(may) == "ddpm":
+        return
+    sigmas, shift = may["timesteps"]
+    if (sigmas, shift) == TIMESTEPS["shift"] and may.get("arch") in OTHERWISE_SHIFTED:
+        raise ValueError(
+            f"train.timestep_type: Graft shifts {may['arch']} otherwise than ai-toolkit; write sigmoid or "
+            "linear, which are not shifted."
+        )
+    done |= {"objective.sigmas": sigmas, "objective.shift": shift}
+
+
+def guidance_embedding(done: Settings, may: May) -> None:
+    """Refuse to leave the guidance input out; in other models the key changes nothing, also in ai-toolkit."""
+    if may.get("bypass") and may.get("arch", "flux") in BYPASSED:
+        raise ValueError(
+            "train.bypass_guidance_embedding: True is not possible: Flux Dev is trained with the guidance it "
+            "was made with. Set it to false."
+        )
+
+
+def differential_guidance(done: Settings, may: May) -> None:
+    """Move the target away from the prediction; 3 times is ai-toolkit's default."""
+    if may.get("differential_guidance"):
+        done["objective.differential_guidance"] = may.get("differential_guidance_scale", 3.0)
+
+
+def sampling(done: Settings, may: May) -> None:
+    """Draw the prompts; the scale of a model distilled for guidance is an input of its own."""
+    distilled = may.get("arch") in DISTILLED_GUIDANCE
+    asked = any(name.startswith("sample.") for name in done)
+    if asked and distilled:
+        done["sample.cfg"] = 1.0
+    if "guidance_scale" in may:
+        done["sample.guidance" if distilled else "sample.cfg"] = may["guidance_scale"]
+        asked = True
+    if may.get("disable_sampling"):
+        for name in [name for name in done if name.startswith("sample.")]:
+            del done[name]
+    elif "own" in may:
+        raise ValueError(
+            f"{', '.join(may['own'])}: all prompts are drawn with the same settings. Set them under "
+            "sample and remove them here."
+        )
+    elif asked and not done.get("sample.prompts"):
+        raise ValueError("sample.prompts: nothing to draw; list some, or set train.disable_sampling: true.")
+
+
+def warm_up(done: Settings, may: May) -> None:
+    """Warm up to a constant rate, where no other course is given."""
+    if "optimizer.warmup_steps" in done:
+        done.setdefault("optimizer.schedule", "constant")
+
+
+def _scheduler(may: May) -> str | None:
+    """Return the noise scheduler that the file names, or that its architecture has."""
+    family = _family(may)
+    return may.get("noise_scheduler") or (_trained_by(family) if family else None)
+
+
+def _family(may: May) -> Family | None:
+    return FAMILIES[ARCHITECTURES[may["arch"]]] if "arch" in may else None
+
+
+def _trained_by(family: Family) -> str:
+    return "ddpm" if family.sigmas == "schedule" else "flowmatch"
+
+
+OTHERWISE_SHIFTED = ("chroma", "qwen_image")
+"""Models whose shift ai-toolkit takes from another number of tokens or another course than Graft."""
+BYPASSED = ("flux", "flex1")
+"""Models whose guidance input ai-toolkit can leave out."""
+DISTILLED_GUIDANCE = ("flux", "flex1", "flux2")
+"""Models whose guidance scale is an input of the network."""
+
+RULES: tuple[Rule, ...] = (
+    ema,
+    offloading,
+    full_matrix,
+    convolutions,
+    scheduler,
+    noise_levels,
+    guidance_embedding,
+    differential_guidance,
+    sampling,
+    warm_up,
+)
