@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,6 @@ class SaveLora(io.ComfyNode):
             finished=(state.path / "state.json").stat().st_mtime,
             seconds=_seconds(state),
         )
-        if job := (cls.hidden.extra_pnginfo or {}).get("graft_job"):
-            metadata["graft_job"] = json.dumps(job)
         try:
             write_lora(path, tensors, with_hashes(tensors, metadata))
         except OSError as error:
@@ -120,9 +117,10 @@ class SaveLora(io.ComfyNode):
 
 
 def _graph(hidden: Any) -> dict[str, Any]:
-    """Return what the editor can open again: its workflow, or the queued graph where no editor sent one."""
-    workflow = (hidden.extra_pnginfo or {}).get("workflow")
-    return {"workflow": workflow} if workflow else {"prompt": hidden.prompt} if hidden.prompt else {}
+    """Return where the graph came from: the editor's workflow or a job file, else the graph itself."""
+    extra = hidden.extra_pnginfo or {}
+    sources = {name: extra[name] for name in ("workflow", "graft_job") if extra.get(name)}
+    return sources or ({"prompt": hidden.prompt} if hidden.prompt else {})
 
 
 def _seconds(state: StateHandle) -> float:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 import graft
 from graft.training.headless.export import as_text
+from graft.training.headless.train import extra_data
 from graft.training.job import compile_job, read_job
 from graft.training.job_graph import NODES
 
@@ -81,6 +82,16 @@ def test_a_job_with_every_kind_of_node_runs(execute, base):
         assert any("lokr" in key for key in file.keys())
         assert json.loads(file.metadata()["graft_job"]) == {"meta": {"version": "1.0"}}
     assert list((base / "output" / "graft").glob("job-*/samples/*.png"))
+
+
+def test_a_job_file_stays_out_of_the_lora_with_the_workflow(execute, base):
+    values = {"train": {"steps": 1, "optimizer": "adamw"}, "save": {"save_workflow": False}}
+    job = compile_job(small(base / "input" / "job images", **values), base / "elsewhere")
+    for node in job.nodes("GraftLoadDataset"):
+        node["inputs"]["folder"] = "job images"
+    execute(job.prompt, extra_data=extra_data(job))
+    with safe_open(base / "output" / "loras" / "job.safetensors", "pt") as file:
+        assert "graft_job" not in file.metadata()
 
 
 def test_an_exported_job_is_the_same_graph(tmp_path):
