@@ -94,6 +94,21 @@ def test_a_job_file_stays_out_of_the_lora_with_the_workflow(execute, base):
         assert "graft_job" not in file.metadata()
 
 
+def test_the_example_job_trains_what_the_first_workflow_trains():
+    workflow = json.loads(
+        (ROOT / "example_workflows" / "api" / "first_lora.json").read_text(encoding="utf-8")
+    )
+    drawn = {node["class_type"]: plain(node) for node in workflow.values()}
+    for kind in ("LoadBaseModel", "LoadDataset", "BuildLora", "TrainSteps", "SaveLora"):
+        asked = plain(read_job(JOB).nodes(f"Graft{kind}")[0])
+        assert asked.items() <= drawn[f"Graft{kind}"].items()
+
+
+def plain(node):
+    """Inputs of a node that are no wires."""
+    return {name: value for name, value in node["inputs"].items() if not isinstance(value, list)}
+
+
 def test_an_exported_job_is_the_same_graph(tmp_path):
     out = tmp_path / "graph.json"
     command = [sys.executable, "-c", CLI, str(ROOT), "export-workflow", str(JOB), "-o", str(out)]
