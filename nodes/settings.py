@@ -530,14 +530,14 @@ class CheckpointSettings(io.ComfyNode):
                 widget(
                     CheckpointConfig,
                     "keep",
-                    "Newest checkpoints that are kept, besides the best.",
+                    "How many of those are kept, besides the last two and the best; older LoRA files stay.",
                     low=1,
                     high=1000,
                 ),
                 io.Boolean.Input(
                     "tensorboard", default=False, tooltip="Write a TensorBoard log into the run's folder."
                 ),
-                widget(CheckpointConfig, "lora", "Put the LoRA file beside each checkpoint, to try it out."),
+                widget(CheckpointConfig, "lora", "Write each checkpoint's LoRA file, to try it out."),
             ],
             outputs=[Checkpoints.Output("checkpoint_settings")],
         )

@@ -38,7 +38,7 @@ def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_with_more_room(sma
     """With a margin the run stops in time; without one, saves fail and training goes on, then says so."""
     monkeypatch.setattr(run_module, "MARGIN", margin)
     monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0 if margin else 1e9)
-    many = CheckpointConfig(minutes=0, keep=100)
+    many = CheckpointConfig(steps=1, keep=100)
     with pytest.raises(OSError, match="Free some space" if margin else "[Nn]o space left"):
         go(small_disk / "run", 30, saving=many)
     kept = len(list(small_disk.glob("run/checkpoints/*/state.json")))

@@ -167,6 +167,15 @@ def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
     assert checkpoints(tmp_path) == [2, 4, 5]
 
 
+def test_checkpoints_at_multiples_are_kept_whatever_the_clock_adds(tmp_path):
+    """Every step is late here; what goes is the state, and never the LoRA of a step that was asked for."""
+    saving = CheckpointConfig(minutes=0, steps=3, keep=2)
+    go(tmp_path / "kitty-0123", 11, saving=saving)
+    assert checkpoints(tmp_path / "kitty-0123") == [6, 9, 10, 11]
+    loras = sorted(path.name for path in (tmp_path / "kitty-0123" / "loras").iterdir())
+    assert loras == [f"kitty-{step:06d}.safetensors" for step in (3, 6, 9, 10, 11)]
+
+
 def test_the_log_has_every_step_once_after_a_resume(tmp_path):
     with pytest.raises(Cancelled):
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
@@ -322,17 +331,17 @@ def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
     )
 
 
-def test_a_checkpoint_has_its_lora_file_beside_it(tmp_path):
+def test_a_checkpoint_has_its_lora_file(tmp_path):
     config = dataclasses.replace(CONFIG, ema=EmaConfig(0.5))
     state = go(tmp_path / "kitty-0123", 2, config=config).load()
-    path = tmp_path / "kitty-0123" / "checkpoints" / "step-00000002" / "lora.safetensors"
+    path = tmp_path / "kitty-0123" / "loras" / "kitty-000002.safetensors"
     expected = lora_tensors(dataclasses.replace(state, weights=state.ema), FAMILY, torch.bfloat16)
     found = load_file(path)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
     with safe_open(path, "pt") as file:
         assert file.metadata()["modelspec.title"] == "kitty at step 2"
     go(tmp_path / "without", 1, saving=CheckpointConfig(lora=False))
-    assert not list((tmp_path / "without").rglob("lora.safetensors"))
+    assert not (tmp_path / "without" / "loras").exists()
 
 
 def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):

@@ -231,12 +231,13 @@ class CheckpointConfig:
 
     minutes: float = 5.0
     """Longest time between two checkpoints; 0 saves after every step."""
-    steps: int = 0
+    steps: int = 250
     """Save at every multiple of this many steps as well; 0 goes by the time alone."""
-    keep: int = 2
-    """Newest checkpoints that are kept, besides the best one and those that a node handed on."""
+    keep: int = 4
+    """Newest checkpoints at multiples of `steps` that are kept, besides the newest two of all, the best one
+    and those that a node handed on."""
     lora: bool = True
-    """Put the LoRA file, in bf16, beside each checkpoint."""
+    """Write each checkpoint's LoRA file, in bf16; those at multiples of `steps` stay when it goes."""
 
     def __post_init__(self) -> None:
         _require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")

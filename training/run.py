@@ -5,8 +5,8 @@ passes through every state of a shorter one. So a finished run costs nothing, a 
 one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped
 (tested on the CPU; a GPU's kernels may round otherwise each time).
 
-The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock` and `checkpoints/step-<n>/`, each with the
-LoRA file of its step in it.
+The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/`, and in `loras/` their
+LoRA files.
 """
 
 from __future__ import annotations
@@ -54,10 +54,6 @@ MARGIN = 32 << 20
 
 DISK_CHECK_SECONDS = 5.0
 
-LORA = "lora.safetensors"
-"""Name of the LoRA file beside a checkpoint."""
-
-
 OnStart = Callable[[TrainState], None]
 
 
@@ -84,6 +80,18 @@ class Run:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def name(self) -> str:
+        """The folder's, without the key."""
+        return self.folder.name.rpartition("-")[0]
+
+    def lora(self, step: int) -> Path:
+        return self.folder / "loras" / f"{self.name}-{step:06d}.safetensors"
+
+    def is_regular(self, step: int) -> bool:
+        """Say whether the settings ask for a checkpoint of just this step."""
+        return not self.saving.steps or step % self.saving.steps == 0
 
 
 def run_key(
@@ -260,15 +268,19 @@ def tidy(run: Run) -> None:
 
 
 def prune(run: Run, step: int, best: int) -> None:
-    """Remove checkpoints up to `step` other than the newest, the best one and those that were handed on.
+    """Remove checkpoints up to `step` other than the newest two, the newest regular ones, the best and those
+    that were handed on; and LoRA files with them, but for those of steps that the settings name.
 
     Those beyond `step` belong to a longer run of the same graph, and stay.
     """
     past = sorted(known for known in _checkpoints(run) if known <= step)
-    for known in past[: -run.saving.keep]:
+    regular = [known for known in past if run.is_regular(known)]
+    for known in set(past) - {*past[-2:], best, *regular[-run.saving.keep :]}:
         folder = run.checkpoint(known)
-        if known != best and not (folder / KEPT).exists():
+        if not (folder / KEPT).exists():
             remove_state(folder)
+            if not run.saving.steps or not run.is_regular(known):
+                run.lora(known).unlink(missing_ok=True)
 
 
 def require_space(run: Run, needed: int) -> None:
@@ -281,17 +293,13 @@ def require_space(run: Run, needed: int) -> None:
         )
 
 
-def write_lora_beside(run: Run, state: TrainState, family: Family) -> None:
-    """Write the LoRA file of a state beside its checkpoint; without room for it, the run goes on without."""
+def write_lora_of(run: Run, state: TrainState, family: Family) -> None:
+    """Write the LoRA file of a checkpoint; without room for it, the run goes on without."""
     result = replace(state, weights=state.result())
     tensors = lora_tensors(result, family, torch.bfloat16)
-    title = f"{run.folder.name.rpartition('-')[0]} at step {state.step}"
+    metadata = lora_metadata(result, family, title=f"{run.name} at step {state.step}")
     try:
-        write_lora(
-            run.checkpoint(state.step) / LORA,
-            tensors,
-            with_hashes(tensors, lora_metadata(result, family, title=title)),
-        )
+        write_lora(run.lora(state.step), tensors, with_hashes(tensors, metadata))
     except OSError as error:
         log.warning("Graft: the LoRA file of step %d could not be written (%s).", state.step, error)
 
@@ -345,7 +353,7 @@ class _Watch:
     def write(self, state: TrainState) -> None:
         self.saved = save_state(state, self.run.checkpoint(state.step))
         if self.run.saving.lora:
-            write_lora_beside(self.run, state, self.family)
+            write_lora_of(self.run, state, self.family)
         self.saved_at = time.monotonic()
         self.size = size_in_bytes(state)
         prune(self.run, state.step, best_step(state.validations))
