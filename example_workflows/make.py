@@ -143,8 +143,9 @@ TRAIN_SAMPLE_TRAIN = """\
 Two **Train Steps** in a row: the second goes on from the first one's *state*. Both say 1000 *total steps*, \
 over which the cosine schedule decays, so the two parts are exactly one run of 1000 steps.
 
-The MODEL of each part goes straight into **KSampler**: no file in between. Queue again with more steps in \
-the second part, and the first one costs nothing."""
+The MODEL of each part goes straight into **KSampler**: no file in between. Queue again with other prompts, \
+and nothing is trained twice. For more steps than *total steps*, raise it in both: over another length a \
+decaying schedule is another run from its first step. With *schedule* constant, more steps simply go on."""
 
 MERGE = """\
 ## Files: merge, extract, resize, look inside

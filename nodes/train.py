@@ -24,6 +24,7 @@ from ..training.config import (
     TrainConfig,
     ValidationConfig,
 )
+from ..training.earlier import earlier_notes
 from ..training.metadata import run_metadata
 from ..training.run import Run, execute, ignore_start, run_key
 from .sockets import (
@@ -37,6 +38,7 @@ from .sockets import (
     Saving,
     State,
     Validation,
+    encoded,
     schema,
     start_input,
 )
@@ -146,6 +148,7 @@ class TrainSteps(io.ComfyNode):
         gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.load().adapter if isinstance(start, StateHandle) else start
+        dataset = encoded(dataset)
         denoiser = ComfyDenoiser(model, _required(clip) if adapter.text_encoder else None)
         resumed, left_out = (start, []) if adapter is not start else first_state(denoiser, adapter, seed)
         first = resumed.step if resumed else 0
@@ -167,9 +170,10 @@ class TrainSteps(io.ComfyNode):
         family = family_in(model_file(cls.hidden.prompt, cls.hidden.unique_id), model)
         warnings = run_notes(denoiser, config, family, max(total_steps, first + steps), dataset.index.buckets)
         warnings += sample_prompts.notes(family) if sample_prompts else []
+        folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
+        warnings += earlier_notes(Run(folder), config, resumed)
         for warning in warnings:
             log.warning("Graft: %s", warning)
-        folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
         notes = run_metadata(config, dataset, denoiser.family, denoiser.sampling, name=name)
         samples = sample_prompts and SampleWriter(
             sample_prompts,

@@ -67,3 +67,8 @@ def test_a_warm_up_that_takes_the_whole_run_is_told():
     warm = ScheduleConfig(warmup_steps=200)
     assert "rises to the last step, where it is at 50%" in schedule_notes(warm, 100)[0]
     assert schedule_notes(warm, 200) and schedule_notes(warm, 201) == schedule_notes(warm, 0) == []
+
+
+def test_steps_beyond_the_schedule_are_told():
+    assert "the steps from there to 150 are trained at 0%" in schedule_notes(config("cosine"), 150)[0]
+    assert not schedule_notes(config("cosine"), 100) and not schedule_notes(config("constant"), 150)

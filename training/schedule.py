@@ -30,7 +30,13 @@ def multiplier(config: ScheduleConfig, step: int) -> float:
 
 
 def schedule_notes(config: ScheduleConfig, total: int) -> list[str]:
-    """Return a sentence where the warm-up takes all of a run of `total` steps."""
+    """Return a sentence where the warm-up takes all of a run of `total` steps, or the schedule ends early."""
+    if config.name != "constant" and 0 < config.total_steps < total:
+        return [
+            f"total_steps {config.total_steps}: the steps from there to {total} are trained at "
+            f"{multiplier(config, total):.0%} of the learning rate. Raise total_steps for another run over "
+            "all of them, or set the schedule to constant, which can always go on."
+        ]
     if not 0 < total <= config.warmup_steps:
         return []
     return [

@@ -1,0 +1,75 @@
+"""What a run that begins anew has in common with the last one of its name, and what not.
+
+A setting that decides the result makes another run, in a folder of its own, from step 0. Whoever only wanted
+to go on should be told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import StateHandle
+from .config import TrainConfig, from_dict, to_dict
+from .run import Run, newest
+
+SHOWN = 4
+"""Differences that are listed."""
+
+
+def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None) -> list[str]:
+    """Return a sentence when `run` has no checkpoint to go on from, and the last run of its name has.
+
+    None where that run is the one that the state `start` comes from.
+    """
+    if newest(run) is not None:
+        return []
+    others = [Run(path.parent) for path in run.folder.parent.glob(f"{run.name}-*/config.json")]
+    for other in sorted(others, key=_changed_at, reverse=True):
+        last = newest(other) if other.name == run.name else None
+        if last is None:
+            continue
+        if start is not None and other.folder in start.path.parents:
+            return []
+        return [
+            f"this is a new run, not more steps of {other.folder.name} (step {last.step}): "
+            f"{differences(_read(other), _flat(config))}. To go on from there, load that name with Load "
+            "Training State and connect it to start."
+        ]
+    return []
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say which settings are not as they were, or that it must be something else."""
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    found = [f"{name} is {now[name]!r}, was {before[name]!r}" for name in changed[:SHOWN]]
+    if len(changed) > SHOWN:
+        found.append(f"{len(changed) - SHOWN} more settings differ")
+    return "; ".join(found) or "the pictures, their captions, the base model or the start are others"
+
+
+def _read(run: Run) -> dict[str, Any]:
+    """Return the settings of a run; none where an older Graft wrote them otherwise."""
+    with suppress(OSError, ValueError):
+        values = json.loads((run.folder / "config.json").read_text(encoding="utf-8"))
+        return _flat(from_dict(TrainConfig, values))
+    return {}
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    """Return {"optimizer.lr": ...}: what decides the result."""
+    nested = to_dict(replace(config, memory=config.memory.deciding()))
+    return {
+        f"{part}.{name}" if isinstance(values, dict) else part: value
+        for part, values in nested.items()
+        for name, value in (values.items() if isinstance(values, dict) else [(part, values)])
+    }
+
+
+def _changed_at(run: Run) -> float:
+    path: Path = run.folder / "config.json"
+    return path.stat().st_mtime if path.exists() else 0.0
