@@ -13,7 +13,7 @@ from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.encoder import ComfyEncoder
 from ..training.comfy.session import progress_bar
 from ..training.data.config import DatasetConfig, ValidationConfig
-from .sockets import Dataset, DatasetSettings, schema
+from .sockets import Dataset, DatasetSettings, encoded, schema
 
 
 def _common_inputs() -> list[Any]:
@@ -276,7 +276,7 @@ class SplitDataset(io.ComfyNode):
     @classmethod
     def execute(cls, dataset: Any, fraction: float, names: str) -> io.NodeOutput:
         patterns = tuple(line.strip() for line in names.splitlines() if line.strip())
-        return io.NodeOutput(*dataset.split(ValidationConfig(fraction, patterns)))
+        return io.NodeOutput(*encoded(dataset).split(ValidationConfig(fraction, patterns)))
 
 
 def _config(

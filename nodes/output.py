@@ -15,8 +15,9 @@ from ..training.formats import FILE_FORMATS
 from ..training.log import read_log
 from ..training.lora_file import write_lora
 from ..training.memory.precision import DTYPES
-from ..training.metadata import lora_metadata, with_hashes
+from ..training.metadata import WEIGHTS, lora_metadata, with_hashes
 from ..training.run import Run, newest
+from ..training.tensor_file import TensorFile
 from .sockets import State, schema
 
 
@@ -34,7 +35,9 @@ class SaveLora(io.ComfyNode):
             inputs=[
                 State.Input("state"),
                 io.String.Input(
-                    "name", default="my_lora", tooltip="File name under output/loras; '/' makes subfolders."
+                    "name",
+                    default="my_lora",
+                    tooltip="File name under output/loras; '/' makes subfolders, {step} is the step reached.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -90,30 +93,44 @@ class SaveLora(io.ComfyNode):
         cover: Any = None,
         weights: str = "average",
     ) -> io.NodeOutput:
-        trained, path = state.load(), paths.lora_path(name)
+        trained = state.load()
+        path = paths.lora_path(name.replace("{step}", str(trained.step)))
         trained = replace(trained, weights=trained.result(average=weights == "average"))
         family = family_named(trained.family)
         tensors = FILE_FORMATS[format](trained, family, DTYPES[dtype])
         metadata = lora_metadata(
             trained,
             family,
-            title=Path(name).name,
+            title=path.stem,
             trigger=trigger,
             cover=cover[0] if cover is not None else None,
             graph=_graph(cls.hidden) if save_workflow else {},
             finished=(state.path / "state.json").stat().st_mtime,
             seconds=_seconds(state),
         )
+        metadata, before = with_hashes(tensors, metadata), _weights_in(path)
         try:
-            write_lora(path, tensors, with_hashes(tensors, metadata))
+            write_lora(path, tensors, metadata)
         except OSError as error:
             raise ValueError(
                 f"{path}: the LoRA could not be saved ({error.strerror or error}). Choose another name, or "
                 "free some space there, and queue the graph again: nothing that was trained is lost."
             ) from error
-        return io.NodeOutput(
-            str(path), ui={"text": [f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"]}
-        )
+        text = f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"
+        if before not in (None, metadata[WEIGHTS]):
+            text += (
+                "; another LoRA of this name was replaced. A Load LoRA that has read it shows the old one "
+                "until another file was chosen there; a name with {step} keeps both."
+            )
+        return io.NodeOutput(str(path), ui={"text": [text]})
+
+
+def _weights_in(path: Path) -> str | None:
+    """Return the digest of a LoRA file's weights, "" where it has none, None where there is no file."""
+    try:
+        return TensorFile(path).metadata.get(WEIGHTS, "")
+    except ValueError:
+        return "" if path.exists() else None
 
 
 def _graph(hidden: Any) -> dict[str, Any]:

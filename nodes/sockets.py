@@ -30,6 +30,13 @@ Samples = io.Custom("GRAFT_SAMPLES")
 """SamplePrompts: what to draw while training."""
 
 
+def encoded(dataset: Any) -> Any:
+    """Return an encoded dataset as it is. Raises ValueError for one that is not encoded."""
+    if not hasattr(dataset, "largest_batch"):
+        raise ValueError("dataset: these pictures are not encoded; put Encode Dataset between.")
+    return dataset
+
+
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
     """What travels as GRAFT_VALIDATION: the images, and when to measure them."""

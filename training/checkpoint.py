@@ -149,7 +149,10 @@ def read_values(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder}: no training state here ({error}).") from error
+        raise ValueError(
+            f"{folder}: no training state here ({error}). If it was deleted, free ComfyUI's model and node "
+            "cache and queue the graph again; it is then trained anew."
+        ) from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f"{folder}: not a Graft training state of format {FORMAT}.")
     return values

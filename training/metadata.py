@@ -106,8 +106,9 @@ def lora_metadata(
     """Return the metadata of a LoRA file of `state`.
 
     `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `graph` goes in as it
-    is: "workflow" or "prompt", as ComfyUI's Save Image names the editor form and the API form; `finished` is
-    when the state was reached, in seconds since 1970 (0: not known), after `seconds` of training.
+    is: "workflow" or "prompt", as ComfyUI's Save Image names editor and API form, or "graft_job";
+    `finished` is when the state was reached, in seconds since 1970 (0: not known), after `seconds` of
+    training.
     """
     adapter, rank = state.adapter, state.adapter.rank
     words = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]
@@ -175,10 +176,14 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
     legacy = hashlib.sha256(file[0x100000:0x110000]).hexdigest()[:8]
     return {
         **metadata,
-        "sshs_model_hash": whole,
+        WEIGHTS: whole,
         "sshs_legacy_hash": legacy,
         "modelspec.hash_sha256": f"0x{whole}",
     }
+
+
+WEIGHTS = "sshs_model_hash"
+"""Key of the digest of the weights."""
 
 
 def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt
     monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
     monkeypatch.setattr(samples_module, "_picture", lambda *arguments: drawn.append(arguments[3]))
     plan = samples_module.SamplePrompts("clip", "vae", ("(happy:1.2) [trigger]",))
-    family = types.SimpleNamespace(bucket_step=16)
+    family = types.SimpleNamespace(bucket_step=16, cfg=4.0)
     list(samples_module.pictures(plan, None, types.SimpleNamespace(step=0), family, "ganyu (genshin)"))
     assert drawn == [r"(happy:1.2) ganyu \(genshin\)"]
 

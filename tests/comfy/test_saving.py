@@ -45,6 +45,25 @@ def test_a_diffusers_file_and_a_comfyui_file_come_from_one_state(execute, base):
     assert not any(key.endswith("alpha") for key in peft)
 
 
+def test_replacing_another_lora_is_told_and_a_name_may_hold_the_step(execute, base):
+    """Load LoRA reads a file once and does not notice that it changed."""
+
+    def text(name, seed=0):
+        prompt = saving(name)
+        prompt["5"]["inputs"]["seed"] = seed
+        return execute(prompt).history_result["outputs"]["6"]["text"][0]
+
+    assert "replaced" not in text("twice") + text("twice-{step}") and "replaced" in text("twice", seed=1)
+    assert "step 1, " in text("twice-{step}") and opened(base, "twice-1")[1]["modelspec.title"] == "twice-1"
+
+
+def test_pictures_that_are_not_encoded_are_refused(execute):
+    prompt = saving("raw")
+    prompt["5"]["inputs"]["dataset"] = ["2", 0]
+    with pytest.raises(RuntimeError, match="these pictures are not encoded; put Encode Dataset between"):
+        execute(prompt)
+
+
 def test_the_file_says_what_it_is(execute, base):
     prompt = saving("named", dtype="fp16")
     prompt["50"] = {
