@@ -101,7 +101,8 @@ FLUX_12GB = """\
 ## Flux.1 Dev on a card of 12 GB
 
 **Memory Settings**: the base in 4 bits (nf4) while training, checkpointed block by block. This rounding \
-never leaves the run: the LoRA is for the base as it is. With 24 GB choose *auto*.
+never leaves the run: the LoRA is for the base as it is. With 24 GB choose *fp8*, or *auto*: it rounds \
+nothing and copies the base from host memory in every step, of which it takes 24 GB more.
 
 1. 10 to 30 pictures in `input/my_subject`, with captions.
 2. **Load Base Model**: flux1-dev, CLIP-L, T5 and the VAE.
