@@ -148,8 +148,8 @@ class TrainSteps(io.ComfyNode):
         gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.load().adapter if isinstance(start, StateHandle) else start
-        dataset = encoded(dataset)
         denoiser = ComfyDenoiser(model, _required(clip) if adapter.text_encoder else None)
+        dataset = encoded(dataset)
         resumed, left_out = (start, []) if adapter is not start else first_state(denoiser, adapter, seed)
         first = resumed.step if resumed else 0
         chosen = optimizer_settings or TrainConfig()
