@@ -178,8 +178,9 @@ def _adam(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    on_gpu = all(p.device.type == "cuda" and p.dtype == torch.float32 for g in groups for p in g["params"])
-    return torch.optim.AdamW(groups, **_adam(config), fused=on_gpu or None)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fuses = all(p.device.type in ("cuda", "cpu") and p.dtype == torch.float32 for p in parameters)
+    return torch.optim.AdamW(groups, **_adam(config), fused=fuses or None)
 
 
 def _lion(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
