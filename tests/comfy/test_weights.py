@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import comfy.lora
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from graft.tests.comfy.tiny_models import TINY
 from graft.tests.memory.helpers import step_gradients
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
-from graft.training.memory.store import STORES
+from graft.training.memory.store import STORES, UNPLACED
 
 CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 ERRORS = {"resident": 0.0, "offload": 0.0, "fp8": 0.03, "int8": 0.012, "nf4": 0.10}
@@ -69,6 +70,18 @@ def test_patches_on_the_model_count_wherever_the_weights_are_kept(store):
     plain = gradients(patcher, store, "sd3")[0]
     patcher.add_patches({key: ("diff", (torch.ones_like(weights[key]),))}, 0.5)
     assert gradients(patcher, store, "sd3")[0] != plain
+
+
+def test_a_forecast_computes_no_patches_and_who_reads_a_weight_gets_it_patched(monkeypatch):
+    patcher = TINY["sd3"]().clone()
+    layer = "joint_blocks.0.x_block.attn.qkv"
+    whole = patcher.model.diffusion_model.get_submodule(layer).weight
+    patcher.add_patches({f"diffusion_model.{layer}.weight": ("diff", (torch.ones_like(whole),))}, 0.5)
+    calls, compute = [], comfy.lora.calculate_weight
+    monkeypatch.setattr(comfy.lora, "calculate_weight", lambda *args: calls.append(args) or compute(*args))
+    with ComfyDenoiser(patcher).hold(torch.float32, UNPLACED) as base:
+        assert not calls
+        assert torch.equal(base.layers[layer].weight(torch.float32, whole.device), whole + 0.5)
 
 
 @pytest.mark.parametrize("store", STORES)

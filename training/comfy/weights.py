@@ -23,7 +23,7 @@ from ..forward import set_forward
 from ..layer import FrozenLayer, LayerSpec
 from ..memory.gguf import packed_gguf
 from ..memory.quantize import Packed, Parts, plain, scaled
-from ..memory.store import Store
+from ..memory.store import UNPLACED, Store
 from ..model import HeldBase
 from .versions import QuantizedTensor
 
@@ -63,7 +63,8 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
                 kept = {
                     n: _packed(t, found[n], module if n == "weight" else None) for n, t in weights.items()
                 }
-                kept = {n: _patched(patcher, f"{prefix}.{path}.{n}", p) for n, p in kept.items()}
+                later = store.name == UNPLACED
+                kept = {n: _patched(patcher, f"{prefix}.{path}.{n}", p, later) for n, p in kept.items()}
                 layers[path] = _layer(path, specs[path], module, kept, store)
                 undo.callback(set_forward(module, layers[path].forward))
             else:
@@ -179,13 +180,19 @@ def _gguf_type(loaded: Any) -> str | None:
     return None if kind in ("F32", "F16") else kind
 
 
-def _patched(patcher: Any, key: str, weight: Packed) -> Packed:
-    """Return the host weight with the patches that the incoming MODEL carries for it."""
+def _patched(patcher: Any, key: str, weight: Packed, later: bool = False) -> Packed:
+    """Return the host weight with the patches that the incoming MODEL carries for it: computed now, or at
+    each use.
+    """
     if key not in patcher.patches:
         return weight
-    whole = weight.weight(torch.float32)
-    changed = whole.clone() if any(whole is part for part in weight.parts) else whole
-    return plain(comfy.lora.calculate_weight(patcher.patches[key], changed, key))
+
+    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
+        whole = weight.unpack(parts, torch.float32)
+        changed = whole.clone() if any(whole is part for part in parts) else whole
+        return comfy.lora.calculate_weight(patcher.patches[key], changed, key).to(dtype)  # type: ignore[no-any-return]
+
+    return Packed(weight.parts, unpack) if later else plain(unpack(weight.parts, torch.float32))
 
 
 def _dequantised(tensor: Tensor) -> Tensor:
