@@ -11,6 +11,7 @@ they sit on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,11 @@ class LayerSpec:
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
     packed: int | None = None
     """Bytes of the weight where its file has rounded it to fewer bits; None for ordinary numbers."""
+
+    @property
+    def numel(self) -> int:
+        """Numbers in the weight."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -104,4 +104,4 @@ def evenly(handles: Sequence[StateHandle], count: int) -> list[StateHandle]:
 def _title(handle: StateHandle) -> str:
     """Name the run without its key."""
     run = run_of(handle)
-    return run.folder.name.rpartition("-")[0] if run else handle.path.name
+    return run.name if run else handle.path.name

@@ -185,8 +185,8 @@ def predictor(
 
 def whole_again(specs: Mapping[str, LayerSpec], plan: Plan, dtype: torch.dtype) -> int:
     """Return the bytes of the largest rounded layer while it is made whole: its numbers, and those scaled."""
-    rounded = (s for s in specs.values() if s.packed is not None or is_rounded(s, plan.base))
-    return 2 * max(map(_size, rounded), default=0) * dtype.itemsize
+    rounded = [s.numel for s in specs.values() if s.packed is not None or is_rounded(s, plan.base)]
+    return 2 * max(rounded, default=0) * dtype.itemsize
 
 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
@@ -242,7 +242,3 @@ def table(
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _size(spec: LayerSpec) -> int:
-    return torch.Size(spec.shape).numel()

@@ -99,12 +99,8 @@ def _is_plain(weight: Packed) -> bool:
 
 def is_rounded(spec: LayerSpec, store: str) -> bool:
     """Say whether `store` rounds a block's layer; its file may have done so already."""
-    is_large = spec.kind == "linear" and _size(spec) >= SMALLEST
+    is_large = spec.kind == "linear" and spec.numel >= SMALLEST
     return store in FORMATS and is_large and (spec.packed is None or store == "nf4")
-
-
-def _size(spec: LayerSpec) -> int:
-    return torch.Size(spec.shape).numel()
 
 
 def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str, dtype: torch.dtype) -> int:
@@ -112,16 +108,16 @@ def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str
 
     What a file has rounded stays as it is there, but for "nf4", which rounds it further.
     """
-    bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13, "offload": 0.0}
+    bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13}
     total = 0.0
     largest: dict[str, float] = {}
     for path, spec in specs.items():
         block = block_of(path, blocks)
-        own = _size(spec) * dtype.itemsize if spec.packed is None else spec.packed
+        own = spec.numel * dtype.itemsize if spec.packed is None else spec.packed
         if block is not None and store == "offload":
             largest[block] = largest.get(block, 0.0) + own
         elif block is not None and is_rounded(spec, store):
-            total += _size(spec) * bits[store] / 8
+            total += spec.numel * bits[store] / 8
         else:
             total += own
     return int(total + 2 * max(largest.values(), default=0.0))  # the block in use and the one on its way
