@@ -21,6 +21,8 @@ import torch.nn.grad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .kept import is_worth_keeping, once
+
 Fetch = Callable[[torch.dtype, torch.device], Tensor]
 """fetch(dtype, device) -> the weight as an ordinary tensor, good until the next fetch of any layer."""
 
@@ -73,6 +75,8 @@ class FrozenLayer:
         self.weight = weight
         self.bias = bias
         self.kind = LAYER_KINDS[spec.kind]
+        self.is_kept = self.kind.input_gradient is not None and is_worth_keeping(spec.shape)
+        """Whether selective checkpointing keeps what it makes."""
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Compute the layer's output from x, differentiable with respect to x only.
@@ -82,7 +86,7 @@ class FrozenLayer:
         if out_dtype is not None:
             return self.forward(x).to(out_dtype)
         if self.kind.input_gradient is None or not (torch.is_grad_enabled() and x.requires_grad):
-            return self._apply(x)
+            return self.once(lambda: self.compute(x))
         return _Frozen.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -98,10 +102,20 @@ class FrozenLayer:
         not."""
         return self.kind.scale_columns(compute, x, factor, **self.spec.options)
 
-    def _apply(self, x: Tensor) -> Tensor:
+    def once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return what `compute`, which makes this layer's output, gives or gave before."""
+        return once(compute) if self.is_kept else compute()
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the layer's output from x; autograd, where it is on, saves the weight."""
         dtype, device = _compute_dtype(self, x), x.device
         bias = self.bias(dtype, device) if self.bias is not None else None
-        return self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options)
+        return no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
+
+
+def no_view(y: Tensor) -> Tensor:
+    """Return y as autograd lets a network change it in place: no view that one of its functions made."""
+    return torch.ops.aten._unsafe_view.default(y, y.shape)  # type: ignore[no-any-return]
 
 
 class _Frozen(torch.autograd.Function):
@@ -110,7 +124,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLayer) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype, ctx.device = layer, x.shape, x.dtype, x.device
-        return layer._apply(x)
+        return layer.once(lambda: layer.compute(x))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

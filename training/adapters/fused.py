@@ -8,28 +8,12 @@ in place; the factors are cast to the compute dtype once a pass, `up` scaled bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layer import FrozenLayer
-
-_keep_base_outputs = False
-# A plain variable: on CUDA the backward pass recomputes checkpointed blocks in a thread of its own.
-
-
-@contextmanager
-def keeping_base_outputs() -> Iterator[None]:
-    """Do not add to the frozen layers' outputs in place: selective checkpointing keeps them."""
-    global _keep_base_outputs
-    before, _keep_base_outputs = _keep_base_outputs, True
-    try:
-        yield
-    finally:
-        _keep_base_outputs = before
 
 
 def can_fuse(layer: FrozenLayer) -> bool:
@@ -54,9 +38,7 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: FrozenLayer, scale: float) -> Tensor:
         ctx.layer, ctx.scale = layer, scale
         ctx.save_for_backward(x, down, up)
-        y = layer.forward(x)
-        h = layer.apply_weight(x, down.to(x.dtype))
-        return _add_product(layer, y, h, _scaled(up, scale, x.dtype))
+        return layer.once(lambda: _forward(layer, x, down, up, scale))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -75,6 +57,12 @@ class _LowRank(torch.autograd.Function):
             grad_up = grad_up.to(up.dtype)
             grad_up = grad_up if ctx.scale == 1 else grad_up.mul_(ctx.scale)
         return grad_x, grad_down, grad_up, None, None
+
+
+def _forward(layer: FrozenLayer, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    y = layer.compute(x)
+    h = layer.apply_weight(x, down.to(x.dtype))
+    return _add_product(layer, y, h, _scaled(up, scale, x.dtype))
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -126,13 +114,12 @@ def _thin_gradients(
 
 
 def _add_product(layer: FrozenLayer, y: Tensor, h: Tensor, up: Tensor) -> Tensor:
-    """Return y + up applied to the channels of h; y, which nobody else has, is changed unless it is kept."""
+    """Return y, which nobody else has, after adding `up` applied to the channels of h."""
     if layer.spec.kind == "linear":
         rows, thin = y.view(-1, y.shape[-1]), h.view(-1, h.shape[-1])
-        added = torch.addmm(rows, thin, up.T) if _keep_base_outputs else rows.addmm_(thin, up.T)
-        return added.view(y.shape)
-    product = (up @ h.flatten(2)).view(y.shape)
-    return y + product if _keep_base_outputs else y.add_(product)
+        rows.addmm_(thin, up.T)
+        return y
+    return y.add_((up @ h.flatten(2)).view(y.shape))
 
 
 def _scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

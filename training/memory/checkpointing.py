@@ -4,8 +4,8 @@ Chen et al. 2016, arXiv:1604.06174. The gradients are the same to the bit in eve
 much is kept and how much is computed twice:
 
 - "none" keeps everything,
-- "selective" keeps a block's input, its attention and its large matrix products, and recomputes the rest
-  (norms, modulation, activations, the wide half of an MLP), which is cheap to compute and expensive to keep,
+- "selective" keeps a block's input, its attention and what its layers make, and recomputes the rest (norms,
+  modulation, activations, the wide half of an MLP), which is cheap to compute and expensive to keep,
 - "block" keeps a block's input and recomputes all of it,
 - "block-offload" does the same and keeps the input in host memory.
 
@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from ..adapters.fused import keeping_base_outputs
 from ..forward import set_forward
+from ..kept import Kept, attention_once
 from .offload import inputs_on_host
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -45,6 +45,8 @@ def checkpointed(network: nn.Module, blocks: tuple[str, ...], mode: str) -> Iter
         if recompute is not None:
             for block in repeated_blocks(network, blocks).values():
                 undo.callback(set_forward(block, partial(recompute, block.forward)))
+        if recompute is _selective:
+            undo.enter_context(attention_once())
         yield
 
 
@@ -68,11 +70,26 @@ def block_of(path: str, blocks: tuple[str, ...]) -> str | None:
 
 
 def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _computed_again(forward, args, kwargs)
+
+
+def _block_offload(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with inputs_on_host((*args, *kwargs.values())):
+        return _computed_again(forward, args, kwargs)
+
+
+def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _computed_again(forward, args, kwargs, context_fn=_selective_contexts)
+
+
+def _computed_again(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     inputs = (*args, *kwargs.values())  # in a closure they would not be released
     call = partial(_call, forward, tuple(kwargs))
-    return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
@@ -80,76 +97,10 @@ def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> 
     return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
 
-def _block_offload(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    with inputs_on_host((*args, *kwargs.values())):
-        return _block(forward, *args, **kwargs)
-
-
-def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    with keeping_base_outputs():
-        return checkpoint(
-            partial(_keeping, forward),
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=_selective_contexts,
-            **kwargs,
-        )
-
-
-def _keeping(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with keeping_base_outputs():  # here, so that it also holds where the block is computed again
-        return forward(*args, **kwargs)
-
-
 def _selective_contexts() -> Contexts:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
+    kept = Kept()
+    return kept.noting(), kept.taking()
 
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    weight = MATRIX_PRODUCTS.get(operation)
-    keep = operation in ATTENTION or (weight is not None and _is_large(weight(args)))
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_large(weight: Tensor) -> bool:
-    """Say whether a product with `weight` (in, out) is worth keeping: it takes `in` operations an element.
-
-    So a LoRA's second product, of rank operations an element, is computed again. So is one that makes four
-    elements or more of one, as the first layer of an MLP does: half of all that would be kept, and cheap
-    where `in` is not large.
-    """
-    inputs, outputs = weight.shape
-    return min(256, outputs) <= inputs and (outputs < 4 * inputs or inputs >= EXPENSIVE)
-
-
-EXPENSIVE = 3072
-"""Operations an element from which on a product is always kept."""
-
-
-def _operations(*names: str) -> tuple[Any, ...]:
-    """Return the operations of these names that this torch has."""
-    aten = torch.ops.aten
-    return tuple(getattr(aten, name).default for name in names if hasattr(aten, name))
-
-
-ATTENTION = _operations(
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
-MATRIX_PRODUCTS: Mapping[Any, Callable[[tuple[Any, ...]], Tensor]] = {
-    torch.ops.aten.mm.default: lambda args: args[1],
-    torch.ops.aten.addmm.default: lambda args: args[2],
-    torch.ops.aten.convolution.default: lambda args: args[1].flatten(1).T,
-}
-"""Operation -> where its weight is, as (in, out)."""
 
 MODES: Mapping[str, Callable[..., Any] | None] = {
     "none": None,
