@@ -34,6 +34,7 @@ from .sockets import (
     Optimizer,
     Saving,
     Validation,
+    encoded,
     schema,
 )
 from .widgets import widget
@@ -506,7 +507,7 @@ class ValidationSettings(io.ComfyNode):
 
     @classmethod
     def execute(cls, validation: Any, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(HeldOut(ValidationConfig(**values), validation))
+        return io.NodeOutput(HeldOut(ValidationConfig(**values), encoded(validation, "validation")))
 
 
 class CheckpointSettings(io.ComfyNode):

@@ -30,10 +30,10 @@ Samples = io.Custom("GRAFT_SAMPLES")
 """SamplePrompts: what to draw while training."""
 
 
-def encoded(dataset: Any) -> Any:
-    """Return an encoded dataset as it is. Raises ValueError for one that is not encoded."""
+def encoded(dataset: Any, name: str = "dataset") -> Any:
+    """Return input `name`, an encoded dataset, as it is. Raises ValueError for one that is not encoded."""
     if not hasattr(dataset, "largest_batch"):
-        raise ValueError("dataset: these pictures are not encoded; put Encode Dataset between.")
+        raise ValueError(f"{name}: these pictures are not encoded; put Encode Dataset between.")
     return dataset
 
 

@@ -14,7 +14,7 @@ from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.outlook import outlook
 from ..training.memory.plan import every_plan
 from ..training.validation import validation_loss
-from .sockets import Dataset, Memory, Optimizer, schema, start_input
+from .sockets import Dataset, Memory, Optimizer, encoded, schema, start_input
 
 
 class ValidationLoss(io.ComfyNode):
@@ -40,7 +40,7 @@ class ValidationLoss(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, dataset: Any) -> io.NodeOutput:
-        loss = validation_loss(ComfyDenoiser(model), dataset)
+        loss = validation_loss(ComfyDenoiser(model), encoded(dataset))
         return io.NodeOutput(loss, ui={"text": [f"validation loss {loss:.5f}"]})
 
 
@@ -86,5 +86,5 @@ class MemoryPlan(io.ComfyNode):
         )
         denoiser = ComfyDenoiser(model)
         adapted = select(denoiser.specs, denoiser.family, adapter)
-        text = outlook(denoiser, adapted, config, dataset.largest_batch(batch_size), every_plan())
+        text = outlook(denoiser, adapted, config, encoded(dataset).largest_batch(batch_size), every_plan())
         return io.NodeOutput(text, ui={"text": [text]})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graft.nodes.tools import MemoryPlan
+from graft.nodes.settings import ValidationSettings
+from graft.nodes.tools import MemoryPlan, ValidationLoss
 from graft.tests.comfy.tiny_models import TINY
 from graft.training.config import AdapterConfig, MemoryConfig
 from graft.training.memory.store import STORES
@@ -33,3 +34,13 @@ def test_a_model_that_cannot_be_foreseen_says_so(monkeypatch):
     )
     with pytest.raises(ValueError, match="cannot be foreseen .* starts with the fastest plan"):
         MemoryPlan.execute(model, Encoded(), AdapterConfig(rank=4), 2)
+
+
+def test_pictures_that_are_not_encoded_are_refused_by_the_inputs_name():
+    model, pictures = TINY["sd3"](), object()
+    with pytest.raises(ValueError, match="^dataset: these pictures are not encoded"):
+        MemoryPlan.execute(model, pictures, AdapterConfig(rank=4), 2)
+    with pytest.raises(ValueError, match="^dataset: these pictures are not encoded"):
+        ValidationLoss.execute(model, pictures)
+    with pytest.raises(ValueError, match="^validation: these pictures are not encoded"):
+        ValidationSettings.execute(pictures)
