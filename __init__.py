@@ -10,6 +10,7 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     from .nodes import ALL_NODES
     from .nodes.embedded import register
     from .training.comfy.server import add_routes
+    from .training.signals import save_at_exit
 
     class Graft(ComfyExtension):
         async def get_node_list(self):  # type: ignore[no-untyped-def]
@@ -17,6 +18,7 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
 
     register()
     add_routes()
+    save_at_exit()
     return Graft()
 
 

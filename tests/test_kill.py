@@ -78,7 +78,7 @@ def test_a_server_that_is_told_to_end_waits_for_the_runs_of_its_threads(tmp_path
             errors.append(error)
 
     try:
-        signals.save_on_sigterm()
+        signals.save_at_exit()
         thread = threading.Thread(target=work)
         thread.start()
         started.wait(60)

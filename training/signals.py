@@ -1,12 +1,14 @@
 """SIGTERM and Ctrl-C let a run finish its step and save itself before they end the process.
 
 Python delivers signals to the main thread only. A run in the main thread (the command line) handles them
-itself; for runs in other threads (ComfyUI's) the main thread calls `save_on_sigterm` once, when the
-extension is loaded.
+itself; for runs in other threads (ComfyUI's) the main thread calls `save_at_exit` once, when the extension is
+loaded.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import signal
 import threading
@@ -15,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 GRACE = 60.0
 """Seconds that the runs of other threads get to finish their step and save."""
@@ -59,18 +63,14 @@ def raise_if_asked() -> None:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def save_on_sigterm() -> None:
-    """From the main thread: let runs of other threads save when SIGTERM comes, then end the process as
-    before."""
+def save_at_exit() -> None:
+    """From the main thread: let runs of other threads save before SIGTERM, or Ctrl-C, ends the process."""
     if threading.current_thread() is not threading.main_thread():
         return
     before = signal.getsignal(signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        _asked.append(number)
-        deadline = time.monotonic() + GRACE
-        while _running and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _let_runs_save(number)
         if callable(before):
             before(number, frame)
         else:
@@ -78,6 +78,17 @@ def save_on_sigterm() -> None:
             os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, handle)
+    atexit.register(_let_runs_save, signal.SIGINT)  # where ComfyUI's own answer to Ctrl-C leads
+
+
+def _let_runs_save(number: int) -> None:
+    if not _running:
+        return
+    log.info("Graft: saving what was trained before the process ends.")
+    _asked.append(number)
+    deadline = time.monotonic() + GRACE
+    while _running and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _put_off(number: int, frame: Any) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,6 +94,7 @@ def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(co
         assert 2 <= resumed_at < 40
         second.run(whole)
         assert same(loras(folder)["killed"], loras(folder)["whole"])
+        assert ended_in_training(second, signal.SIGINT) >= 3
     began = time.monotonic()
     with server(comfyui, folder, cpu=True) as third:
         started = time.monotonic() - began
@@ -104,6 +107,21 @@ def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(co
         assert "is already trained" in third.log()
         imported = min(map(float, re.findall(r"([\d.]+) seconds: \S*graft", third.log())))
         assert imported < 0.05 * started  # about 0.1 of 8 seconds
+        assert ended_in_training(third, signal.SIGTERM) >= 3
+
+
+def ended_in_training(running, number):
+    """Return the step that a run is saved at whose server gets a signal in its fourth step or later."""
+    if sys.platform == "win32":
+        pytest.skip("Windows has no such signals")
+    name = f"ended-by-{number}"
+    with pytest.raises(Exception, match="exit code|refused|reset|closed"):
+        running.run(
+            prompt(name, steps=100000), on_progress(lambda: running.process.send_signal(number), after=3)
+        )
+    running.process.wait(60)
+    folders = (running.base / "output" / "graft").glob(f"{name}-*/checkpoints/step-*")
+    return max(int(folder.name.removeprefix("step-")) for folder in folders)
 
 
 def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_server, folder):
