@@ -25,7 +25,7 @@ from ..training.validation import validation_loss
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 RESOLUTION = 128
 LR, BATCH_SIZE, RANK = 1e-3, 4, 16
-"""As in the first workflow."""
+"""Of its own, not the first workflow's."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -183,7 +183,7 @@ def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[s
         },
         "GraftBuildLora": {"rank": args.rank or (16 if own else None), "exclude": "" if own else None},
         "GraftTrainSteps": {
-            "steps": args.steps,
+            "steps": args.steps or (1500 if own else None),
             "learning_rate": args.learning_rate or (1e-4 if own else None),
             "batch_size": args.batch_size or (1 if own else None),
             "seed": args.seed,

@@ -79,7 +79,7 @@ SDXL_CHARACTER = """\
 
 Settings for a card of 24 GB: batch 2 at 1024 pixels. With 12 GB set the batch size to 1.
 
-1. 15 to 40 pictures of one person in `input/my_character`, each with a text file that says what else can be \
+1. 15 to 30 pictures of one person in `input/my_character`, each with a text file that says what else can be \
 seen; the person is called by the trigger word, which **Load Dataset** puts before every caption.
 2. **Load Base Model**: any SDXL checkpoint.
 3. **Sample Prompts** draws two pictures every 250 steps: stop with *Finish* when they are good.
@@ -91,7 +91,7 @@ SD35_STYLE = """\
 
 Settings for a card of 24 GB: batch 2 at 1024 pixels, rank 32.
 
-1. 30 to 200 pictures in the style, in `input/my_style`, with captions that say *what* is shown and not how.
+1. 30 to 100 pictures in the style, in `input/my_style`, with captions that say *what* is shown and not how.
 2. **Load Base Model**: SD3.5 Medium or Large, and its three text encoders. Any of them may be left out.
 
 **Split Dataset** holds a tenth of the pictures back. Every 200 steps the loss on them is measured: training \
@@ -101,8 +101,9 @@ FLUX_12GB = """\
 ## Flux.1 Dev on a card of 12 GB
 
 **Memory Settings**: the base in 4 bits (nf4) while training, checkpointed block by block. This rounding \
-never leaves the run: the LoRA is for the base as it is. With 24 GB choose *fp8*, or *auto*: it rounds \
-nothing and copies the base from host memory in every step, of which it takes 24 GB more.
+never leaves the run: the LoRA is for the base as it is. It needs bitsandbytes: \
+`python -m pip install bitsandbytes` with ComfyUI's own Python. With 24 GB choose *fp8*, or *auto*: it \
+rounds nothing and copies the base from host memory in every step, of which it takes 24 GB more.
 
 1. 10 to 30 pictures in `input/my_subject`, with captions.
 2. **Load Base Model**: flux1-dev, CLIP-L, T5 and the VAE.
@@ -116,8 +117,8 @@ Training on a base that was distilled to four steps undoes the distillation. An 
 beforehand, so that training has nothing to undo: **Load LoRA** puts it onto the MODEL that is trained on. \
 Such patches apply while training and are no part of the result.
 
-For Schnell there is *ostris/FLUX.1-schnell-training-adapter*. What is drawn below uses the base with the \
-new LoRA, without the assistant.
+For Schnell there is *ostris/FLUX.1-schnell-training-adapter*: put its file into `models/loras` and choose \
+it in **Load LoRA**. What is drawn below uses the base with the new LoRA, without the assistant.
 
 Without one, train on Flux.1 Dev and use the LoRA on Schnell."""
 
@@ -278,8 +279,8 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
 
     `lora` and `tuned` are a LoRA and a checkpoint of that base, for the nodes that ask for such files.
     """
-    model = {"model": "graft_tiny_sd3.safetensors", "text_encoder_1": "graft_tiny_clip_l.safetensors"}
-    others = dict.fromkeys(("text_encoder_2", "text_encoder_3", "vae"), "from checkpoint")
+    model = {"model": "graft_tiny_sd3.safetensors"}
+    others = dict.fromkeys(("text_encoder_1", "text_encoder_2", "text_encoder_3", "vae"), "from checkpoint")
     size = {"width": 128, "height": 128}
     changes: Mapping[str, Mapping[str, Any]] = {
         "GraftLoadBaseModel": {**model, **others, "dtype": "auto"},

@@ -70,5 +70,5 @@ class LoadBaseModel(io.ComfyNode):
         dtype: str = "auto",
     ) -> io.NodeOutput:
         chosen = [e for e in (text_encoder_1, text_encoder_2, text_encoder_3) if e != loading.FROM_CHECKPOINT]
-        embedded.make_text_encoder(chosen)
-        return io.NodeOutput(*loading.load_base(model, chosen, vae, dtype))
+        encoders = embedded.with_text_encoder(model, chosen)
+        return io.NodeOutput(*loading.load_base(model, encoders, vae, dtype))

@@ -2,7 +2,7 @@
 with Graft.
 
 So the template "first_lora" runs without a download. The text encoder is made from a seed when it is first
-chosen.
+used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from pathlib import Path
 import folder_paths
 
 from ..demo.clip_l import write_clip_l
+from ..training.comfy.loading import model_path
 from ..training.comfy.paths import DATASET_ROOTS
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 BASE = DEMO / "base"
+BASE_MODEL = "graft_tiny_sd3.safetensors"
 TEXT_ENCODER = "graft_tiny_clip_l.safetensors"
+LARGEST_BASE = 1 << 30
+"""Bytes: above the demo's base and what is made of it, below every full-size model."""
 
 
 def register() -> None:
@@ -31,10 +35,24 @@ def text_encoders(files: list[str]) -> list[str]:
     return sorted({*files, TEXT_ENCODER})
 
 
-def make_text_encoder(names: list[str]) -> None:
-    """Write the demo's text encoder if it is chosen and not there: 248 MB, a few seconds."""
-    if TEXT_ENCODER in names and folder_paths.get_full_path("text_encoders", TEXT_ENCODER) is None:
+def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
+    """Return the text encoder files to load with `model`: the demo's own with its base, where none is chosen.
+
+    It is written if it is not there: 248 MB, a few seconds. Raises ValueError where it is chosen with a
+    full-size model: it is made of random numbers, which only the demo's base has learnt to read.
+    """
+    if model == BASE_MODEL and not chosen:
+        chosen = [TEXT_ENCODER]
+    if TEXT_ENCODER not in chosen:
+        return chosen
+    if model_path(model).stat().st_size > LARGEST_BASE:
+        raise ValueError(
+            f"{TEXT_ENCODER} belongs to {BASE_MODEL}, not to {model}: set the text encoders to 'from "
+            "checkpoint', or to the files of your model where it holds none."
+        )
+    if folder_paths.get_full_path("text_encoders", TEXT_ENCODER) is None:
         folder = next(
             (Path(p) for p in folder_paths.get_folder_paths("text_encoders") if Path(p).is_dir()), BASE
         )
         write_clip_l(folder / TEXT_ENCODER)
+    return chosen

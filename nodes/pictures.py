@@ -120,8 +120,8 @@ class CheckpointGrid(io.ComfyNode):
         return schema(
             node_id="GraftCheckpointGrid",
             display_name="Checkpoint Grid",
-            description="Draw the prompts with every checkpoint of a run, at one or several strengths. "
-            "Checkpoint Settings say how many are kept.",
+            description="Draw the prompts with checkpoints of a run, evenly spread, at one or several "
+            "strengths. Checkpoint Settings say how many are kept.",
             search_aliases=["graft", "compare", "xy plot", "best"],
             inputs=[
                 io.Model.Input("model", tooltip="The base, without the LoRA."),

@@ -427,13 +427,14 @@ class MemorySettings(io.ComfyNode):
                     "precision",
                     options=["auto", "bf16", "fp16", "fp32"],
                     default="auto",
-                    tooltip="Number format of the forward pass. The LoRA's own weights are kept in fp32.",
+                    tooltip="Number format of the forward pass. The LoRA's own weights are fp32 unless "
+                    "Optimizer Settings say bf16.",
                 ),
                 widget(
                     MemoryConfig,
                     "checkpointing",
                     "What is recomputed in the backward pass instead of kept: selective costs a little "
-                    "time, block a third more and far less memory, block-offload less still. auto takes "
+                    "time, block up to half more and far less memory, block-offload less still. auto takes "
                     "the fastest that fits.",
                     options=["auto", *MODES],
                 ),

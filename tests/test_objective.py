@@ -318,8 +318,10 @@ def test_masked_loss_is_renormalised_and_leaves_out_what_is_masked():
     batch = TinyDataset().batch(4, seed=0, index=0)
     masks = torch.zeros(4, 1, 8, 8)
     masks[:, :, :, :4] = 1.0
+    masks[0, :, :, 1:] = 0.0
     noise = torch.randn(batch.latents.shape, generator=generator())
-    expected = (0.25 - (noise - batch.latents))[..., :4].square().mean()
+    error = (0.25 - (noise - batch.latents))[..., :4].square()
+    expected = (error[0, ..., :1].mean() + 3 * error[1:].mean()) / 4  # every image counts the same
     found = at_half(denoiser=Constant(), batch=dataclasses.replace(batch, masks=masks))
     torch.testing.assert_close(found, expected)
 

@@ -255,10 +255,11 @@ def test_bf16_weights_learn_what_float32_weights_learn():
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
 
 
-def test_ema_beside_an_averaging_optimizer_is_refused():
-    adapter, optimizer = AdapterConfig(rank=4), settings("schedule-free-adamw")
-    with pytest.raises(ValueError, match="averages the weights itself"):
-        train(steps=1, config=TrainConfig(adapter=adapter, optimizer=optimizer, ema=EmaConfig(0.9)))
+@pytest.mark.parametrize(("max_norm", "decay", "setting"), [(0.0, 0.9, "EMA decay"), (1.0, 0.0, "max norm")])
+def test_ema_and_max_norm_beside_an_averaging_optimizer_are_refused(max_norm, decay, setting):
+    adapter, optimizer = AdapterConfig(rank=4, max_norm=max_norm), settings("schedule-free-adamw")
+    with pytest.raises(ValueError, match=f"averages the weights itself; set the {setting} to 0"):
+        train(steps=1, config=TrainConfig(adapter=adapter, optimizer=optimizer, ema=EmaConfig(decay)))
 
 
 class Overflowing(TinyDenoiser):

@@ -38,11 +38,18 @@ def lora_layers(state: TrainState, dtype: torch.dtype = torch.float32) -> dict[s
     found: dict[str, dict[str, Tensor]] = {}
     for path, weights in layers.items():
         config = for_layer(state.adapter, path)
-        found[path] = {
-            suffix: (tensor.float() if suffix == "alpha" else tensor.to(dtype)).contiguous()
-            for suffix, tensor in method_of(config).file_tensors(weights, config).items()
-        }
+        found[path] = rounded(method_of(config).file_tensors(weights, config), dtype)
     return found
+
+
+EXACT = ("alpha", "dora_scale")
+"""Suffixes that stay float32: a number, and the lengths of the whole weight's columns, whose rounding to bf16
+would be a fifth of a small difference."""
+
+
+def rounded(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a layer's tensors by suffix as a file of this dtype holds them."""
+    return {s: t.to(torch.float32 if s in EXACT else dtype).contiguous() for s, t in tensors.items()}
 
 
 def lora_key(path: str, family: Family) -> str:

@@ -129,7 +129,8 @@ def _mean(error: Tensor, batch: Batch) -> Tensor:
     if batch.masks is not None:
         masks = batch.masks.to(error)
         masks = masks.reshape(*masks.shape[:2], *(1,) * (error.ndim - 4), *masks.shape[2:])
-        error = error * (masks / masks.mean().clamp_min(1e-6))
+        means = masks.flatten(1).mean(1).clamp_min(1e-6)  # of each image, so that all count the same
+        error = error * (masks / means.reshape(-1, *(1,) * (masks.ndim - 1)))
     per_sample = error.flatten(1).mean(1)
     if batch.weights is not None:
         per_sample = per_sample * batch.weights.to(per_sample)

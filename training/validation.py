@@ -92,9 +92,14 @@ def noise_levels(sampling: Sampling) -> Tensor:
 
 def _repeated(batch: Batch, n: int) -> Batch:
     """Return a batch of one as n copies, each counting fully."""
-    masks = None if batch.masks is None else _rows(batch.masks, n)
-    latents, conditioning = _rows(batch.latents, n), list(batch.conditioning) * n
-    return Batch(latents, conditioning, list(batch.names) * n, masks, extras=list(batch.extras) * n)
+    return Batch(
+        _rows(batch.latents, n),
+        list(batch.conditioning) * n,
+        list(batch.names) * n,
+        None if batch.masks is None else _rows(batch.masks, n),
+        extras=list(batch.extras) * n,
+        captions=list(batch.captions) * n,
+    )
 
 
 def _rows(tensor: Tensor, n: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.adapters import draws, for_layer, method_of
 from graft.training.loop import train
+from graft.training.lora_file import rounded
 
 from .cases import (
     LAYERS,
@@ -60,6 +61,21 @@ def test_saved_and_read_again_equals_the_adapter(method, kind):
     scale = float(tensors["alpha"]) / rank if rank else 1.0
     delta = scale * cls.compose(read).reshape(adapter.spec.shape)
     assert torch.allclose(delta, adapter.product(), atol=1e-6)
+
+
+def test_a_dora_file_in_bf16_rounds_the_difference_and_not_the_whole_weight():
+    layer, adapter, _ = trained_case("dora", "linear")
+    base = base_weight(layer)
+    with torch.no_grad():
+        adapter.up.mul_(0.01)
+        adapter.magnitude.copy_(base.norm(dim=0, keepdim=True).reshape(adapter.magnitude.shape) * 1.003)
+    exact = adapter.delta(base).detach()
+    weights = {name: parameter.detach() for name, parameter in adapter.named_parameters()}
+    read = type(adapter).from_file_tensors(
+        rounded(type(adapter).file_tensors(weights, adapter.config), torch.bfloat16)
+    )
+    adapter.load_state_dict({name: tensor.float() for name, tensor in read.items()})
+    assert (adapter.delta(base) - exact).norm() < 0.01 * exact.norm()
 
 
 @matrix

@@ -59,10 +59,7 @@ def small(folder, **process):
     values = {
         "type": "sd_trainer",
         "datasets": [{"folder_path": folder.name, "resolution": 64, "shuffle_tokens": True}],
-        "model": {
-            "name_or_path": "graft_tiny_sd3.safetensors",
-            "clip_l_path": "graft_tiny_clip_l.safetensors",
-        },
+        "model": {"name_or_path": "graft_tiny_sd3.safetensors"},
         "network": {"type": "lokr", "linear": 2, "network_kwargs": {"lr_if_contains": {"mlp": 0.5}}},
         "train": {"steps": 2, "lr": "1e-3", "optimizer": "adamw", "ema_config": {"use_ema": True}},
         "save": {"dtype": "float32"},

@@ -37,6 +37,7 @@ from graft.training.family import is_text
 from graft.training.formats import diffusers_tensors
 from graft.training.loop import initial_state, train
 from graft.training.lora_file import lora_tensors
+from graft.training.validation import validation_loss
 
 WIDTHS = {"sd15": {"clip_l": 64}, "sdxl": {"clip_l": 24, "clip_g": 40}, "sd35m": {"clip_l": 24, "clip_g": 40}}
 ENCODERS = {
@@ -98,6 +99,12 @@ class Captioned:
             )
             text["cross_attn"] = torch.cat((text["cross_attn"], more), 1)
         self.tiny = tiny
+
+    def __len__(self):
+        return len(CAPTIONS)
+
+    def sample(self, index):
+        return self.batch(1, seed=0, index=index)
 
     def batch(self, size, *, seed, index):
         chosen = [(index * size + i) % len(CAPTIONS) for i in range(size)]
@@ -161,6 +168,14 @@ def test_every_parameter_of_every_encoder_has_a_gradient_by_step_two(name, train
     text = {key for key in state.weights if is_text(key)}
     assert {key.split(".")[1] for key in text} == set(WIDTHS[name])
     assert not [key for key in text if torch.equal(state.weights[key], start[key])]
+
+
+def test_what_the_text_encoders_learn_counts_on_held_out_images(trained):
+    _, _, denoiser, dataset, state = trained("sdxl")
+    start = initial_state(denoiser, CONFIG).weights
+    text = {key: weight if is_text(key) else start[key] for key, weight in state.weights.items()}
+    learnt = validation_loss(denoiser, dataset, state=dataclasses.replace(state, weights=text))
+    assert learnt != pytest.approx(validation_loss(denoiser, dataset), rel=1e-6)
 
 
 @every

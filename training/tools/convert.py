@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..formats import to_diffusers
-from ..lora_file import LoraFile, LoraLayer, read_lora, write_lora
+from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora, write_lora
 from ..memory.precision import DTYPES
 from ..start import FLAT_PREFIXES, PREFIXES
 from ..tensor_file import TensorFile
@@ -74,7 +74,7 @@ def convert(
         converted.update(_network(dataclasses.replace(file, layers=network, other={}), layout, shapes))
     if dtype is None:
         return converted
-    kept = (".alpha",)  # a number, not a weight
+    kept = tuple(f".{suffix}" for suffix in EXACT)
     return {key: tensor if key.endswith(kept) else tensor.to(dtype) for key, tensor in converted.items()}
 
 

@@ -39,7 +39,7 @@ def resize(
         tensors[f"{name}.lora_down.weight"] = down.to(dtype).contiguous()
         tensors[f"{name}.alpha"] = torch.tensor(float(down.shape[0]))
         if "dora_scale" in layer.tensors:
-            tensors[f"{name}.dora_scale"] = layer.tensors["dora_scale"].to(dtype)
+            tensors[f"{name}.dora_scale"] = layer.tensors["dora_scale"].float()
     return tensors
 
 
