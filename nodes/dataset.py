@@ -169,13 +169,21 @@ class JoinDatasets(io.ComfyNode):
                 Dataset.Input("dataset_2"),
                 Dataset.Input("dataset_3", optional=True),
                 Dataset.Input("dataset_4", optional=True),
+                io.String.Input(
+                    "shares",
+                    default="",
+                    optional=True,
+                    tooltip="How much of an epoch each dataset fills, whatever its size: 1, 1 is half and "
+                    "half. Empty: as its pictures and repeats say.",
+                ),
             ],
             outputs=[Dataset.Output("dataset")],
         )
 
     @classmethod
-    def execute(cls, **datasets: Any) -> io.NodeOutput:
-        joined = data.join([datasets[name] for name in sorted(datasets) if datasets[name] is not None])
+    def execute(cls, shares: str = "", **datasets: Any) -> io.NodeOutput:
+        connected = [datasets[name] for name in sorted(datasets) if datasets[name] is not None]
+        joined = data.join(connected, shares=_shares(shares))
         return io.NodeOutput(joined, ui={"text": [data.summary(joined)]})
 
 
@@ -310,3 +318,10 @@ def _resolutions(text: str) -> tuple[int, ...]:
         raise ValueError(
             f"resolution: {text!r} is not a number of pixels; write 1024, or several like 512, 1024."
         ) from None
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise ValueError(f"shares: {text!r} are no numbers; write one a dataset, as in 1, 1.") from None

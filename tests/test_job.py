@@ -106,7 +106,7 @@ HONOURED = {
     "train.loss_type": ("mae", {"objective.loss": "l1"}),
     "train.noise_offset": (0.05, {"objective.noise_offset": 0.05}),
     "train.min_snr_gamma": (5, {"objective.weighting": "min-snr", "objective.min_snr_gamma": 5.0}),
-    "train.ema_config.use_ema": (True, {"optimizer.ema_decay": 0.99}),
+    "train.ema_config.use_ema": (True, {"optimizer.ema_decay": 0.999}),
     "train.ema_config.ema_decay": (0.999, {"optimizer.ema_decay": 0.999}),
     "train.dtype": ("bf16", {"memory.precision": "bf16"}),
     "train.bypass_guidance_embedding": (False, {}),
@@ -614,3 +614,19 @@ def test_a_file_that_runs_code_or_is_no_yaml_is_refused(tmp_path):
 def test_the_example_jobs_compile(file):
     job = read_job(file)
     assert job.nodes("GraftTrainSteps") and yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def test_what_a_file_leaves_out_is_as_ai_toolkit_has_it(tmp_path):
+    job = document("train.optimizer", "prodigy")
+    assert setting(compile_job(job, tmp_path), "train.learning_rate") == 1.0
+    assert not compile_job(job, tmp_path).nodes("GraftObjectiveSettings")
+    job["config"]["process"][0]["model"]["arch"] = "flux"
+    assert setting(compile_job(job, tmp_path), "objective.sigmas") == "sigmoid"
+
+
+def test_every_other_picture_is_a_regularisation_image_where_there_are_any(tmp_path):
+    sets = [{"folder_path": "a"}, {"folder_path": "b", "is_reg": True}, {"folder_path": "c"}]
+    job = document()
+    job["config"]["process"][0]["datasets"] = sets
+    joins = [node["inputs"] for node in compile_job(job, tmp_path).nodes("GraftJoinDatasets")]
+    assert [inputs.get("shares", "") for inputs in joins] == ["", "1, 1"]

@@ -33,13 +33,9 @@ def graph(inputs: Mapping[str, dict[str, Any]], datasets: Sequence[Mapping[str, 
     """
     build = _Builder()
     base = build.add("base", inputs)
-    loaded = [_add_dataset(build, entry) for entry in datasets]
-    while len(loaded) > 1:
-        first, rest = loaded[:MOST_DATASETS_JOINED], loaded[MOST_DATASETS_JOINED:]
-        wires = {f"dataset_{i + 1}": [number, 0] for i, number in enumerate(first)}
-        loaded = [build.add("join", {}, **wires), *rest]
+    dataset = _add_datasets(build, datasets)
     encoded = build.add(
-        "encode", inputs, dataset=[loaded[0], 0], model=[base, 0], clip=[base, 1], vae=[base, 2]
+        "encode", inputs, dataset=[dataset, 0], model=[base, 0], clip=[base, 1], vae=[base, 2]
     )
     lora = build.add("lora", inputs, model=[base, 0])
     if "lora_settings" in inputs:
@@ -54,6 +50,24 @@ def graph(inputs: Mapping[str, dict[str, Any]], datasets: Sequence[Mapping[str, 
     )
     build.add("save", inputs, state=[train, 2])
     return build.prompt
+
+
+def _add_datasets(build: _Builder, datasets: Sequence[Mapping[str, dict[str, Any]]]) -> str:
+    """Add all datasets as one; where there are regularisation images, every other picture is one of them."""
+    sides: dict[bool, list[str]] = {}
+    for entry in datasets:
+        regularises = bool(entry.get("dataset_settings", {}).get("regularisation"))
+        sides.setdefault(regularises, []).append(_add_dataset(build, entry))
+    joined = [_join(build, numbers) for numbers in sides.values()]
+    return _join(build, joined, **({"shares": "1, 1"} if len(joined) > 1 else {}))
+
+
+def _join(build: _Builder, loaded: list[str], **inputs: Any) -> str:
+    while len(loaded) > 1:
+        first, rest = loaded[:MOST_DATASETS_JOINED], loaded[MOST_DATASETS_JOINED:]
+        wires = {f"dataset_{i + 1}": [number, 0] for i, number in enumerate(first)}
+        loaded = [build.add("join", {}, **wires, **inputs), *rest]
+    return loaded[0]
 
 
 def _add_dataset(build: _Builder, entry: Mapping[str, dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ Rule = Callable[[Settings, May], None]
 def ema(done: Settings, may: May) -> None:
     """Keep a moving average, also where only its decay is given."""
     if may.get("use_ema", "ema_decay" in may):
-        done["optimizer.ema_decay"] = may.get("ema_decay", 0.99)
+        done["optimizer.ema_decay"] = may.get("ema_decay", 0.999)
 
 
 def offloading(done: Settings, may: May) -> None:
@@ -80,10 +80,11 @@ def scheduler(done: Settings, may: May) -> None:
 
 
 def noise_levels(done: Settings, may: May) -> None:
-    """Draw the levels that ai-toolkit draws: a name means nothing to it unless the model is a flow."""
-    if "timesteps" not in may or _scheduler(may) == "ddpm":
+    """Draw the levels that ai-toolkit draws: a name means nothing to it unless the model is a flow, and
+    sigmoid is its default."""
+    if _scheduler(may) != "flowmatch" and not ("timesteps" in may and _scheduler(may) is None):
         return
-    sigmas, shift = may["timesteps"]
+    sigmas, shift = may.get("timesteps", TIMESTEPS["sigmoid"])
     if (sigmas, shift) == TIMESTEPS["shift"] and may.get("arch") in OTHERWISE_SHIFTED:
         raise ValueError(
             f"train.timestep_type: Graft shifts {may['arch']} otherwise than ai-toolkit; write sigmoid or "
@@ -128,6 +129,12 @@ def sampling(done: Settings, may: May) -> None:
         raise ValueError("sample.prompts: nothing to draw; list some, or set train.disable_sampling: true.")
 
 
+def prodigy(done: Settings, may: May) -> None:
+    """Let prodigy find the rate, whatever rate other optimizers were given: ai-toolkit's rule."""
+    if done.get("optimizer.optimizer") == "prodigy" and done.get("train.learning_rate", 0.0) < 0.1:
+        done["train.learning_rate"] = 1.0
+
+
 def warm_up(done: Settings, may: May) -> None:
     """Warm up to a constant rate, where no other course is given."""
     if "optimizer.warmup_steps" in done:
@@ -165,5 +172,6 @@ RULES: tuple[Rule, ...] = (
     guidance_embedding,
     differential_guidance,
     sampling,
+    prodigy,
     warm_up,
 )
