@@ -23,17 +23,16 @@ TOKEN_STD, POSITION_STD, MATRIX_STD = 1.0, 0.05, 0.02
 VALUE_STD = 0.03  # attention passes on 0.7 of what it reads, so that the words reach the end token
 
 
-def write_clip_l(path: Path, seed: int = SEED) -> Path:
+def write_clip_l(path: Path) -> Path:
     """Write the text encoder to `path` (248 MB of float16 safetensors, a few seconds) and return `path`.
 
-    Another seed gives an encoder that the demo's base model cannot read. The file appears under its name only
-    when it is complete.
+    The file appears under its name only when it is complete.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file(clip_l_weights(seed), part, metadata={"graft_clip_l_seed": str(seed)})
+        save_file(clip_l_weights(SEED), part, metadata={"graft_clip_l_seed": str(SEED)})
         part.chmod(0o644)
         os.replace(part, path)
     finally:

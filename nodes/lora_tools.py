@@ -151,6 +151,10 @@ class MergeCheckpoint(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, checkpoint: str, lora_name: str, **_: Any) -> str:
+        return lora_files.changed_at(loading.model_path(checkpoint), lora_files.lora_file_path(lora_name))
+
+    @classmethod
     def execute(cls, checkpoint: str, lora_name: str, strength: float, name: str) -> io.NodeOutput:
         return _written(lora_files.merge_checkpoint(checkpoint, lora_name, strength, name))
 
@@ -178,6 +182,10 @@ class ExtractLora(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, original: str, tuned: str, **_: Any) -> str:
+        return lora_files.changed_at(loading.model_path(original), loading.model_path(tuned))
+
+    @classmethod
     def execute(
         cls, original: str, tuned: str, rank: int, energy: float, dtype: str, name: str
     ) -> io.NodeOutput:
@@ -199,6 +207,10 @@ class ResizeLora(io.ComfyNode):
             inputs=[_lora("What is made smaller."), *_size(rank=8), _dtype(), _output(default="resized")],
             outputs=[io.String.Output("path")],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, **_: Any) -> str:
+        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
 
     @classmethod
     def execute(cls, lora_name: str, rank: int, energy: float, dtype: str, name: str) -> io.NodeOutput:
@@ -237,6 +249,11 @@ class ConvertLora(io.ComfyNode):
             ],
             outputs=[io.String.Output("path")],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, base: str, **_: Any) -> str:
+        bases = [] if base == NONE else [loading.model_path(base)]
+        return lora_files.changed_at(lora_files.lora_file_path(lora_name), *bases)
 
     @classmethod
     def execute(cls, lora_name: str, layout: str, dtype: str, base: str, name: str) -> io.NodeOutput:

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..training.config import CheckpointConfig, ValidationConfig
 
 Dataset = io.Custom("GRAFT_DATASET")
-"""Before Encode Dataset: which files, how captioned (LoadedDataset). After it: latents and conditioning
+"""Before Encode Dataset: which files, how captioned (ImageSet). After it: latents and conditioning
 (EncodedDataset).
 """
 Lora = io.Custom("GRAFT_LORA")

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from ..training.adapters import select
 from ..training.checkpoint import StateHandle
 from ..training.comfy.denoiser import ComfyDenoiser
+from ..training.comfy.session import progress_bar
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.outlook import outlook
 from ..training.memory.plan import every_plan
@@ -40,7 +41,8 @@ class ValidationLoss(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, dataset: Any) -> io.NodeOutput:
-        loss = validation_loss(ComfyDenoiser(model), encoded(dataset))
+        with progress_bar() as on_progress:
+            loss = validation_loss(ComfyDenoiser(model), encoded(dataset), on_progress=on_progress)
         return io.NodeOutput(loss, ui={"text": [f"validation loss {loss:.5f}"]})
 
 

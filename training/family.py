@@ -32,7 +32,6 @@ class Family:
     idle: tuple[str, ...] = ()
     """Globs of layers whose output nothing reads, "-1" being the last block: an adapter there would learn
     nothing."""
-    lr: float = 1e-4
     sigmas: str = "schedule"
     """Default of ObjectiveConfig.sigmas."""
     shift: float = 1.0

@@ -91,7 +91,7 @@ class Run:
 
     def is_regular(self, step: int) -> bool:
         """Say whether the settings ask for a checkpoint of just this step."""
-        return not self.saving.steps or step % self.saving.steps == 0
+        return bool(self.saving.steps) and step % self.saving.steps == 0
 
 
 def run_key(
@@ -274,12 +274,12 @@ def prune(run: Run, step: int, best: int) -> None:
     Those beyond `step` belong to a longer run of the same graph, and stay.
     """
     past = sorted(known for known in _checkpoints(run) if known <= step)
-    regular = [known for known in past if run.is_regular(known)]
+    regular = [known for known in past if run.is_regular(known)] if run.saving.steps else past
     for known in set(past) - {*past[-2:], best, *regular[-run.saving.keep :]}:
         folder = run.checkpoint(known)
         if not (folder / KEPT).exists():
             remove_state(folder)
-            if not run.saving.steps or not run.is_regular(known):
+            if not run.is_regular(known):
                 run.lora(known).unlink(missing_ok=True)
 
 
@@ -326,9 +326,8 @@ class _Watch:
         return self.on_step(progress)
 
     def due(self, progress: Progress) -> bool:
-        every = self.run.saving.steps
         late = time.monotonic() - self.saved_at >= 60 * self.run.saving.minutes
-        return progress.best or late or bool(every and progress.step % every == 0)
+        return progress.best or late or self.run.is_regular(progress.step)
 
     def save_if_possible(self) -> None:
         """Save; a folder that is locked or gone for a moment is reported and tried again when the next save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import comfy.clip_model
 import comfy.lora
@@ -254,3 +255,23 @@ def test_every_choice_comes_from_comfyuis_lists(graft_nodes):
             spec = inputs["lora_name"]
             options = spec[0] if isinstance(spec[0], list) else spec[1]["options"]
             assert {"first.safetensors", "second.safetensors"} <= set(options)
+
+
+FILES = {
+    "lora_name": "first.safetensors",
+    "checkpoint": "tools_base.safetensors",
+    "original": "tools_base.safetensors",
+    "tuned": "tools_tuned.safetensors",
+    "base": "tools_base.safetensors",
+}
+
+
+@pytest.mark.parametrize("node", [n for n in vars(lora_tools).values() if hasattr(n, "define_schema")])
+def test_a_file_that_is_replaced_under_its_name_is_noticed(node, base):
+    inputs = {slot.id: FILES.get(slot.id) for slot in node.define_schema().inputs}
+    for name in [name for name in inputs if name in FILES]:
+        kind = "loras" if name == "lora_name" else "checkpoints"
+        before = node.fingerprint_inputs(**inputs)
+        path = base / "models" / kind / FILES[name]
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        assert node.fingerprint_inputs(**inputs) != before

@@ -7,7 +7,7 @@ A method says how its parameters make a weight difference; a layer kind says how
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import AdapterConfig
+from ..forward import set_forward
 from ..layer import FrozenLayer, LayerSpec
 from .dropout import Draw
 
 
 class Adapter(nn.Module):
-    """The trained part beside one frozen layer. Parameters are float32, whatever the base computes in.
+    """The trained part beside one frozen layer. Parameters are float32, whatever the base computes in, or
+    bf16 where the optimizer settings say so.
 
     A method implements `compose`, and `difference` where it can do better than forming the whole of it.
     Parameters are named in the file by `suffixes`, so saving and loading need no code of the method's own.
@@ -40,7 +42,6 @@ class Adapter(nn.Module):
         super().__init__()
         self.spec = spec
         self.config = config
-        self.alpha = config.effective_alpha
         self.scale = config.effective_alpha / config.rank
 
     def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
@@ -132,17 +133,10 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
                 f"{name}: the LoRA was made for a layer of shape {adapter.spec.shape}, which {found} in this "
                 "base model; continue it on the base it was started on."
             )
-    before = {name: layers[name].module.__dict__.get("forward") for name in adapters}
-    try:
+    with ExitStack() as undo:
         for name, adapter in adapters.items():
-            layers[name].module.forward = partial(_forward, adapter, layers[name])
+            undo.callback(set_forward(layers[name].module, partial(_forward, adapter, layers[name])))
         yield
-    finally:
-        for name, forward in before.items():
-            if forward is None:
-                layers[name].module.__dict__.pop("forward", None)
-            else:
-                layers[name].module.forward = forward
 
 
 def _forward(adapter: Adapter, layer: FrozenLayer, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

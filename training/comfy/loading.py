@@ -66,7 +66,8 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     with read_ahead(path):
         if any(key.startswith("model.diffusion_model.") for key in keys):
             patcher, clip, own_vae = _load(
-                path,
+                path.name,
+                "a base model",
                 lambda: comfy.sd.load_checkpoint_guess_config(
                     str(path),
                     embedding_directory=folder_paths.get_folder_paths("embeddings"),
@@ -74,7 +75,9 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
                 )[:3],
             )
         else:
-            patcher = _load(path, lambda: comfy.sd.load_diffusion_model(str(path), options))
+            patcher = _load(
+                path.name, "a base model", lambda: comfy.sd.load_diffusion_model(str(path), options)
+            )
             clip = own_vae = None
     if patcher is None:
         raise ValueError(
@@ -130,11 +133,13 @@ def require_safetensors(path: Path) -> list[str]:
     return list(TensorFile(path))
 
 
-def _load(path: Path, load: Any) -> Any:
+def _load(names: str, what: str, load: Any) -> Any:
     try:
         return load()
     except (RuntimeError, KeyError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path.name}: ComfyUI cannot load this as a base model ({error}).") from error
+        raise ValueError(
+            f"{names}: ComfyUI cannot load this as {what} ({error}); choose another in Load Base Model."
+        ) from error
 
 
 def _load_clip(names: Sequence[str], config: str) -> Any:
@@ -143,7 +148,8 @@ def _load_clip(names: Sequence[str], config: str) -> Any:
         require_safetensors(path)
     kind = getattr(comfy.sd.CLIPType, CLIP_TYPES.get(config, "STABLE_DIFFUSION"))
     return _load(
-        paths[0],
+        ", ".join(names),
+        f"text encoders of {config}",
         lambda: comfy.sd.load_clip(
             [str(path) for path in paths], folder_paths.get_folder_paths("embeddings"), clip_type=kind
         ),
@@ -153,7 +159,7 @@ def _load_clip(names: Sequence[str], config: str) -> Any:
 def _load_vae(name: str) -> Any:
     path = listed_file(("vae",), name)
     require_safetensors(path)
-    vae = _load(path, lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
+    vae = _load(name, "a VAE", lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
     if vae.first_stage_model is None:
         raise ValueError(f"{name}: not a VAE that ComfyUI recognises.")
     return vae

@@ -158,8 +158,6 @@ class DatasetConfig:
     """Images of the class in general, which hold the model where it was: never given the trigger word."""
     skip_bad: bool = False
     """Train without files that cannot be used. They are listed in the report; otherwise they stop the run."""
-    follow_links: bool = False
-    """Read links that lead out of the folder."""
     background: str = "#ffffff"
     """Transparent images are laid on this colour."""
     caption: CaptionConfig = field(default_factory=CaptionConfig)

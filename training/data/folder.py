@@ -177,10 +177,8 @@ def _list(root: Path, relative: str, config: DatasetConfig) -> _Folder:
                 name = f"{relative}/{entry.name}" if relative else entry.name
                 if entry.name.startswith(".") or entry.name == "__MACOSX":
                     continue  # .DS_Store, ._cat.jpg, .git, thumbnails
-                if entry.is_symlink() and not config.follow_links and not _inside(root, entry.path):
-                    bad.append(
-                        Skipped(name, "is a link that leads out of the folder; copy the file, or allow links")
-                    )
+                if entry.is_symlink() and not _inside(root, entry.path):
+                    bad.append(Skipped(name, "is a link that leads out of the folder; copy the file into it"))
                 elif _is_folder(entry):
                     below.append(name)
                 else:

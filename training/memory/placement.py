@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..adapters import Adapter, attach
-from ..model import Denoiser, HeldBase
+from ..model import Denoiser
 from .checkpointing import checkpointed
 from .compiling import compiled, is_compile_error
 from .plan import Plan
@@ -61,7 +61,6 @@ class Placement:
         self.most = None if budget is None else in_use(denoiser.device) + budget
         self.compile = compile
         """Whether the blocks are compiled; no longer once that has failed."""
-        self.base: HeldBase | None = None
         self._held = ExitStack()
 
     @property
@@ -80,7 +79,6 @@ class Placement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.base = None
         self._held.__exit__(kind, error, trace)
 
     @contextmanager
@@ -119,7 +117,7 @@ class Placement:
             if self.compile:
                 held.enter_context(compiled(base.module, units))
             held.enter_context(checkpointed(base.module, units, self.plan.checkpointing))
-            self.base, self._held = base, held.pop_all()
+            self._held = held.pop_all()
 
     def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
         """Return what to change before another attempt.
