@@ -22,6 +22,7 @@ COMMANDS = {
     "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
     "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
     "plan": ("training.headless.plan", "print what a run would take on a card, without training"),
+    "clean": ("training.headless.clean", "remove what no run has used for a while from the cache"),
     "bench": ("benchmarks", "measure Graft on this machine: speed, memory, faults"),
 }
 """name -> (module inside graft, what it does)."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from graft.tests.data.helpers import SMALL, FakeEncoder, add, picture
+from graft.training.cli import main
 from graft.training.data import (
     AugmentConfig,
     BucketConfig,
@@ -285,6 +287,14 @@ def test_the_cache_says_how_large_it_is_and_is_cleaned_on_request(calls, tmp_pat
     os.utime(old.parent / "half.tmp", (1e9, 1e9))
     assert store.clean(unused_days=30).files == 2 and calls() == (0, 1)
     assert store.clean(unused_days=0).files == 7 and store.report().files == 0
+
+
+def test_the_command_cleans_and_says_what_is_left(calls, tmp_path, capsys):
+    old = sorted((tmp_path / "cache/text").rglob("*.safetensors"))[0]
+    os.utime(old, (1e9, 1e9))
+    assert main(["clean", str(tmp_path / "cache")]) == 0 and not old.exists()
+    assert re.match(r"removed 1 files, .* MB; 6 files, .* MB are left", capsys.readouterr().out)
+    assert main(["clean", str(tmp_path / "nowhere")]) == 2 and "no such folder" in capsys.readouterr().err
 
 
 def test_using_an_entry_keeps_it_from_being_cleaned(calls, tmp_path):

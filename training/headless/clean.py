@@ -1,0 +1,24 @@
+"""`graft clean CACHE`: remove encoded pictures and captions that no run has used for a while."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...demo.terminal import say
+from ..data import Store
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("cache", type=Path, help="output/graft/cache of a ComfyUI")
+    parser.add_argument("--unused-days", type=float, default=30, metavar="DAYS", help="default: 30")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove, and print what was removed and what is left. Raises ValueError for a folder that is not there."""
+    if not args.cache.is_dir():
+        raise ValueError(f"{args.cache}: there is no such folder; give output/graft/cache of a ComfyUI.")
+    store = Store(args.cache)
+    say(f"removed {store.clean(unused_days=args.unused_days)}; {store.report()} are left")
+    return 0
