@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, and print what was removed and what is left. Raises ValueError for a folder that is not there."""
+    """Remove, and print what was removed and what is left. Raises ValueError for a folder that is missing."""
     if not args.cache.is_dir():
         raise ValueError(f"{args.cache}: there is no such folder; give output/graft/cache of a ComfyUI.")
     store = Store(args.cache)
