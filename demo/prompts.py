@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Prompt = dict[str, dict[str, Any]]
+from ..training.job_graph import Prompt, of_kind
+
 Link = list[Any]
 
 VARIANTS = {
@@ -86,11 +87,6 @@ def grid(trained: Prompt, lora: str, texts: Sequence[str]) -> tuple[Prompt, list
             image = _add(prompt, "VAEDecode", samples=[drawn, 0], vae=[base, 2])
             saved[-1].append(_add(prompt, "SaveImage", images=[image, 0], filename_prefix="grid/sample"))
     return prompt, saved
-
-
-def of_kind(prompt: Prompt, kind: str) -> list[str]:
-    """Return the ids of all nodes of a class."""
-    return [number for number, node in prompt.items() if node["class_type"] == kind]
 
 
 def _first(prompt: Prompt, kind: str) -> str:

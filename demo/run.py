@@ -21,12 +21,12 @@ from PIL import Image
 
 from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
+from ..training.headless.server import GRAFT, PromptError, Server, comfyui_version, find_comfyui, server
+from ..training.headless.terminal import Bar, say
 from ..training.log import clock
 from ..training.pictures import Column, loss_plot, sample_grid
 from ..training.run import Run, latest
 from . import prompts
-from .runtime import GRAFT, PromptError, Server, comfyui_version, find_comfyui, server
-from .terminal import Bar, say
 
 WORKFLOW = GRAFT / "example_workflows" / "api" / "first_lora.json"
 SHIPPED = GRAFT / "demo"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from .config import unknown_key
-from .job_graph import Prompt, graph
+from .job_graph import Prompt, graph, of_kind
 from .job_keys import DATASET_KEYS, KEYS, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
 from .job_rules import RULES
 
@@ -42,11 +42,11 @@ class Job:
 
     def node(self, kind: str) -> str:
         """Return the number of the only node of class `kind`."""
-        return next(number for number, node in self.prompt.items() if node["class_type"] == kind)
+        return of_kind(self.prompt, kind)[0]
 
     def nodes(self, kind: str) -> list[dict[str, Any]]:
         """Return the nodes of class `kind`."""
-        return [node for node in self.prompt.values() if node["class_type"] == kind]
+        return [self.prompt[number] for number in of_kind(self.prompt, kind)]
 
 
 def read_job(path: Path) -> Job:

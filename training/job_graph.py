@@ -26,6 +26,11 @@ MOST_DATASETS_JOINED = 4
 """Inputs of Join Datasets."""
 
 
+def of_kind(prompt: Prompt, kind: str) -> list[str]:
+    """Return the ids of all nodes of a class."""
+    return [number for number, node in prompt.items() if node["class_type"] == kind]
+
+
 def graph(inputs: Mapping[str, dict[str, Any]], datasets: Sequence[Mapping[str, dict[str, Any]]]) -> Prompt:
     """Return the graph of a job: its nodes with their settings, wired from the base to the saved LoRA.
 

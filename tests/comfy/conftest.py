@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import graft
-from graft.demo.runtime import find_comfyui, install_graft, server
 from graft.tests import card, dynamic_vram
 from graft.tests.card import DEVICE, PRETENDED
+from graft.training.headless.server import find_comfyui, install_graft, server
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 import graft
-from graft.demo.runtime import comfyui_version
 from graft.example_workflows.make import at_demo_size, written
+from graft.training.headless.server import comfyui_version
 
 FOLDER = Path(graft.__file__).parent / "example_workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

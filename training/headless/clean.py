@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...demo.terminal import say
 from ..data import Store
+from .terminal import say
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

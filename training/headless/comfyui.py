@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...demo.runtime import find_comfyui
+from .server import find_comfyui
 
 
 def start_comfyui(device: str = "cpu") -> None:

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from ...demo.terminal import say
 from ..job import model_paths, read_job
 from ..job_graph import Prompt
+from .terminal import say
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

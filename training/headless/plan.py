@@ -6,8 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-from ...demo.terminal import say
 from .comfyui import start_comfyui
+from .terminal import say
 
 GIB = 1 << 30
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...demo.runtime import OnEvent, PromptError, Server, comfyui_version, find_comfyui, server
-from ...demo.terminal import Bar, say
 from ..job import DATASETS, Job, model_paths, read_job
+from .server import OnEvent, PromptError, Server, comfyui_version, find_comfyui, server
+from .terminal import Bar, say
 
 SECONDS_TO_SAVE = 600.0
 """A step of a large model on a slow machine, and a checkpoint."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...demo.runtime import find_comfyui
 from ..job import read_job
-from ..job_graph import Prompt
+from ..job_graph import Prompt, of_kind
 from . import train
 from .executor import Executor, start_comfyui
+from .server import find_comfyui
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +67,6 @@ def execute(executor: Executor, prompt: Prompt, last: str | None) -> None:
         for node in of_kind(prompt, "GraftTrainSteps"):
             executor.prompt[node]["inputs"].pop("sample_prompts", None)
         executor.run([last] if last else of_kind(prompt, "GraftTrainSteps"))
-
-
-def of_kind(prompt: Prompt, kind: str) -> list[str]:
-    """Return the numbers of the nodes of one class."""
-    return [number for number, node in prompt.items() if node["class_type"] == kind]
 
 
 @dataclass(frozen=True)

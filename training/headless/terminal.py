@@ -1,14 +1,12 @@
-"""What the demo says while it works: lines, and one bar that follows the server's events."""
+"""What a command says while it works: lines, and one bar that follows the server's events."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
-
-from .prompts import Prompt
 
 WIDTH = 30
 QUIET_SECONDS = 10.0
@@ -26,7 +24,7 @@ class Bar:
     Used as the `on_event` of `Server.wait`, inside a `with` block.
     """
 
-    def __init__(self, prompt: Prompt, nodes: Collection[str] = ()) -> None:
+    def __init__(self, prompt: Mapping[str, dict[str, Any]], nodes: Collection[str] = ()) -> None:
         self.prompt, self.nodes = prompt, frozenset(nodes)
         self.done: set[str] = set()
         self.title = self.text = ""

