@@ -15,6 +15,7 @@ import pytest
 from graft.benchmarks import faults
 from graft.training import signals
 from graft.training.config import CheckpointConfig
+from graft.training.log import read_log
 
 from .test_laws import assert_same
 from .test_laws import run as train
@@ -87,3 +88,34 @@ def test_a_server_that_is_told_to_end_waits_for_the_runs_of_its_threads(tmp_path
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended == [signal.SIGTERM] and errors and len(checkpoints(tmp_path)) == 1
+
+
+SERVER = """
+import importlib.util, signal, sys, threading, time
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("faults", sys.argv[1])
+faults = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(faults)
+faults.import_checkout_as_graft()
+from graft.tests.test_run import CheckpointConfig, go
+from graft.training.signals import save_at_exit
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in processes of a script's background
+save_at_exit()
+options = {"saving": CheckpointConfig(minutes=60, steps=0)}
+threading.Thread(target=go, args=(Path(sys.argv[2]), 100000), kwargs=options, daemon=True).start()
+time.sleep(300)
+"""
+"""As ComfyUI is one: it trains in a thread that ends with the process."""
+
+
+@posix
+def test_ctrl_c_ends_a_server_once_its_runs_are_saved(tmp_path):
+    command = [sys.executable, "-c", SERVER, str(FAULTS), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while len(read_log(tmp_path / "log.jsonl")) < 3 and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert max(checkpoints(tmp_path)) >= 3

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graft
+from graft.nodes import embedded
 from graft.training.comfy import loading
 from graft.training.comfy.denoiser import ComfyDenoiser
 
@@ -105,3 +106,12 @@ def test_a_file_is_read_ahead_only_while_it_is_loaded(tmp_path):
     with loading.read_ahead(tmp_path / "vanished.safetensors"):
         pass
     assert not sweeping()
+
+
+def test_the_demos_text_encoder_comes_with_its_base_and_with_no_full_size_model(checkpoints, monkeypatch):
+    assert embedded.with_text_encoder(embedded.BASE_MODEL, []) == [embedded.TEXT_ENCODER]
+    (checkpoints / "large.safetensors").touch()
+    assert embedded.with_text_encoder("large.safetensors", []) == []
+    monkeypatch.setattr(embedded, "LARGEST_BASE", -1)
+    with pytest.raises(ValueError, match="belongs to .*, not to large.* 'from checkpoint'"):
+        embedded.with_text_encoder("large.safetensors", [embedded.TEXT_ENCODER])

@@ -19,6 +19,7 @@ import torch
 from comfy.taesd.taesd import TAESD
 from PIL import Image
 
+from graft.nodes import embedded
 from graft.training.comfy import grid
 from graft.training.comfy import samples as samples_module
 from graft.training.comfy.notes import family_in
@@ -264,7 +265,7 @@ def test_the_grid_is_drawn_at_the_guidance_scale_of_the_file_it_comes_from(execu
     tiny = folder_paths.get_full_path_or_raise("checkpoints", "graft_tiny_sd3.safetensors")
     shutil.copy(tiny, base / "models" / "checkpoints" / "tiny_turbo.safetensors")
     prompt = sampled("turbo_grid", every=0, cfg=0.0, prompts="a square")
-    prompt["1"]["inputs"]["model"] = "tiny_turbo.safetensors"
+    prompt["1"]["inputs"] |= {"model": "tiny_turbo.safetensors", "text_encoder_1": embedded.TEXT_ENCODER}
     values = {"strengths": "1", "checkpoints": 1, "trigger": ""}
     links = {"model": ["1", 0], "state": ["5", 2], "sample_prompts": ["40", 0]}
     prompt["51"] = {"class_type": "GraftCheckpointGrid", "inputs": {**links, **values}}
