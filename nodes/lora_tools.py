@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,23 @@ def _written(result: tuple[Path, str]) -> io.NodeOutput:
     return io.NodeOutput(str(path), ui={"text": [report]})
 
 
-class MergeLora(io.ComfyNode):
+class _ReadsFiles(io.ComfyNode):
+    """A node whose inputs name files: it runs again when one of them was replaced under its name."""
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        named = {slot: inputs[slot] for slot in FILES if inputs.get(slot, NONE) != NONE}
+        return lora_files.changed_at(*(FILES[slot](name) for slot, name in named.items()))
+
+
+FILES: Mapping[str, Callable[[str], Path]] = {
+    "lora_name": lora_files.lora_file_path,
+    **dict.fromkeys(("checkpoint", "original", "tuned", "base"), loading.model_path),
+}
+"""Input that names a file -> where that file is."""
+
+
+class MergeLora(_ReadsFiles):
     """A LoRA in a MODEL, to be taken out again."""
 
     @classmethod
@@ -89,10 +105,6 @@ class MergeLora(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, lora_name: str, **_: Any) -> str:
-        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
-
-    @classmethod
     def execute(
         cls, model: Any, lora_name: str, strength_model: float, strength_clip: float, clip: Any = None
     ) -> io.NodeOutput:
@@ -100,7 +112,7 @@ class MergeLora(io.ComfyNode):
         return io.NodeOutput(*merged, ui={"text": [merged[2]]})
 
 
-class UnmergeLora(io.ComfyNode):
+class UnmergeLora(_ReadsFiles):
     """A MODEL as it was before Merge LoRA."""
 
     @classmethod
@@ -120,16 +132,12 @@ class UnmergeLora(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, lora_name: str, **_: Any) -> str:
-        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
-
-    @classmethod
     def execute(cls, model: Any, lora_name: str, clip: Any = None) -> io.NodeOutput:
         model, clip, report = lora_files.unmerge_lora(model, clip, lora_name)
         return io.NodeOutput(model, clip, ui={"text": [report]})
 
 
-class MergeCheckpoint(io.ComfyNode):
+class MergeCheckpoint(_ReadsFiles):
     """A LoRA in a checkpoint file."""
 
     @classmethod
@@ -151,15 +159,11 @@ class MergeCheckpoint(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, checkpoint: str, lora_name: str, **_: Any) -> str:
-        return lora_files.changed_at(loading.model_path(checkpoint), lora_files.lora_file_path(lora_name))
-
-    @classmethod
     def execute(cls, checkpoint: str, lora_name: str, strength: float, name: str) -> io.NodeOutput:
         return _written(lora_files.merge_checkpoint(checkpoint, lora_name, strength, name))
 
 
-class ExtractLora(io.ComfyNode):
+class ExtractLora(_ReadsFiles):
     """The difference of two models as a LoRA."""
 
     @classmethod
@@ -182,17 +186,13 @@ class ExtractLora(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, original: str, tuned: str, **_: Any) -> str:
-        return lora_files.changed_at(loading.model_path(original), loading.model_path(tuned))
-
-    @classmethod
     def execute(
         cls, original: str, tuned: str, rank: int, energy: float, dtype: str, name: str
     ) -> io.NodeOutput:
         return _written(lora_files.extract_lora(original, tuned, rank, energy, dtype, name))
 
 
-class ResizeLora(io.ComfyNode):
+class ResizeLora(_ReadsFiles):
     """A LoRA in a lower rank."""
 
     @classmethod
@@ -209,15 +209,11 @@ class ResizeLora(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, lora_name: str, **_: Any) -> str:
-        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
-
-    @classmethod
     def execute(cls, lora_name: str, rank: int, energy: float, dtype: str, name: str) -> io.NodeOutput:
         return _written(lora_files.resize_lora(lora_name, rank, energy, dtype, name))
 
 
-class ConvertLora(io.ComfyNode):
+class ConvertLora(_ReadsFiles):
     """A LoRA in another layout or number format."""
 
     @classmethod
@@ -251,16 +247,11 @@ class ConvertLora(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, lora_name: str, base: str, **_: Any) -> str:
-        bases = [] if base == NONE else [loading.model_path(base)]
-        return lora_files.changed_at(lora_files.lora_file_path(lora_name), *bases)
-
-    @classmethod
     def execute(cls, lora_name: str, layout: str, dtype: str, base: str, name: str) -> io.NodeOutput:
         return _written(lora_files.convert_lora(lora_name, layout, dtype, base, name))
 
 
-class InspectLora(io.ComfyNode):
+class InspectLora(_ReadsFiles):
     """What a LoRA file holds."""
 
     @classmethod
@@ -275,10 +266,6 @@ class InspectLora(io.ComfyNode):
             inputs=[_lora("What is looked at.")],
             outputs=[io.String.Output("report")],
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, lora_name: str) -> str:
-        return lora_files.changed_at(lora_files.lora_file_path(lora_name))
 
     @classmethod
     def execute(cls, lora_name: str) -> io.NodeOutput:

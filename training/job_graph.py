@@ -63,11 +63,11 @@ def _add_datasets(build: _Builder, datasets: Sequence[Mapping[str, dict[str, Any
     for entry in datasets:
         regularises = bool(entry.get("dataset_settings", {}).get("regularisation"))
         sides.setdefault(regularises, []).append(_add_dataset(build, entry))
-    joined = [_join(build, numbers) for numbers in sides.values()]
-    return _join(build, joined, **({"shares": "1, 1"} if len(joined) > 1 else {}))
+    return _join(build, [_join(build, numbers) for numbers in sides.values()], shares="1, 1")
 
 
 def _join(build: _Builder, loaded: list[str], **inputs: Any) -> str:
+    """Add nodes that make one dataset of several; of one, none."""
     while len(loaded) > 1:
         first, rest = loaded[:MOST_DATASETS_JOINED], loaded[MOST_DATASETS_JOINED:]
         wires = {f"dataset_{i + 1}": [number, 0] for i, number in enumerate(first)}

@@ -82,7 +82,8 @@ def scheduler(done: Settings, may: May) -> None:
 def noise_levels(done: Settings, may: May) -> None:
     """Draw the levels that ai-toolkit draws: a name means nothing to it unless the model is a flow, and
     sigmoid is its default."""
-    if _scheduler(may) != "flowmatch" and not ("timesteps" in may and _scheduler(may) is None):
+    scheduler = _scheduler(may)
+    if scheduler == "ddpm" or (scheduler is None and "timesteps" not in may):
         return
     sigmas, shift = may.get("timesteps", TIMESTEPS["sigmoid"])
     if (sigmas, shift) == TIMESTEPS["shift"] and may.get("arch") in OTHERWISE_SHIFTED:

@@ -110,10 +110,10 @@ class FrozenLayer:
         """Compute the layer's output from x; autograd, where it is on, saves the weight."""
         dtype, device = _compute_dtype(self, x), x.device
         bias = self.bias(dtype, device) if self.bias is not None else None
-        return no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
+        return _no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
 
 
-def no_view(y: Tensor) -> Tensor:
+def _no_view(y: Tensor) -> Tensor:
     """Return y as autograd lets a network change it in place: no view that one of its functions made."""
     return torch.ops.aten._unsafe_view.default(y, y.shape)  # type: ignore[no-any-return]
 

@@ -50,11 +50,10 @@ class Work:
         scales = lr_scales(self.adapters, config.adapter)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
         load_optimizer(self.optimizer, config.optimizer, start.optimizer)
-        if OPTIMIZERS[config.optimizer.name].averages:
-            for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
-                if value:
-                    name = config.optimizer.name
-                    raise ValueError(f"{name} averages the weights itself; set the {setting} to 0.")
+        name = config.optimizer.name
+        for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
+            if value and OPTIMIZERS[name].averages:
+                raise ValueError(f"{name} averages the weights itself; set the {setting} to 0.")
         self.ema = start_ema(config.ema, self.parameters, start.ema)
         self.losses = list(start.losses)
         self.validations = list(start.validations)

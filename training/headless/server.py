@@ -38,9 +38,9 @@ TEXT_EVENT = b"\0\0\0\3"
 """protocol.py: BinaryEventTypes.TEXT; then come the length of the node's id, the id, and the text."""
 
 APART: dict[str, Any] = {"start_new_session": True}
+"""Ctrl-C in the terminal is for this process, which lets ComfyUI save what it trains."""
 if sys.platform == "win32":
     APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-"""Ctrl-C in the terminal is for this process, which lets ComfyUI save what it trains."""
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 

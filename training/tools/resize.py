@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.lora import thin_down
-from ..lora_file import LoraFile, LoraLayer, read_lora, write_lora
+from ..lora_file import LoraFile, LoraLayer, read_lora, rounded, write_lora
 from ..memory.precision import DTYPES
 from .extract import size_line, size_metadata
 from .files import check_output, unmatched_lines
@@ -35,11 +35,10 @@ def resize(
     tensors: dict[str, Tensor] = {}
     for name, layer in file.layers.items():
         up, down = _resized(layer, rank, energy)
-        tensors[f"{name}.lora_up.weight"] = up.to(dtype).contiguous()
-        tensors[f"{name}.lora_down.weight"] = down.to(dtype).contiguous()
-        tensors[f"{name}.alpha"] = torch.tensor(float(down.shape[0]))
+        found = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(float(down.shape[0]))}
         if "dora_scale" in layer.tensors:
-            tensors[f"{name}.dora_scale"] = layer.tensors["dora_scale"].float()
+            found["dora_scale"] = layer.tensors["dora_scale"]
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in rounded(found, dtype).items()}
     return tensors
 
 
