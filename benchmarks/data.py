@@ -1,9 +1,7 @@
 """What data costs: memory and time of choosing a batch at a million images, and encoding beside a plain loop.
 
-    graft bench data --json      or      python benchmarks/data.py --json
-
-Prints {"10000": {"index_mb", "batch_ms", "worst_ms", "build_s"}, "100000": ..., "1000000": ...,
-"encode_ratio": r, "encode_ratio_vae_only": v}.
+`graft bench data --json` prints {"10000": {"index_mb", "batch_ms", "worst_ms", "build_s"}, "100000": ...,
+"1000000": ..., "encode_ratio": r, "encode_ratio_vae_only": v}.
 index_mb is how much the resident memory of a process of its own grows by samples and index together;
 batch_ms is the mean over the first 2,000 batches of four, including the shuffling of the epoch (worst_ms).
 encode_ratio is the throughput of `encode`, which also hashes and writes, over that of a plain loop that
@@ -16,9 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,39 +27,20 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-if __package__:
-    from ..training.data import (
-        BucketConfig,
-        DatasetConfig,
-        EncodedDataset,
-        ImageSet,
-        Sample,
-        Store,
-        encode,
-        scan,
-    )
-    from ..training.data.bucket import buckets_for
-    from ..training.data.index import IndexBuilder, SourceRules
-    from ..training.data.samples import SampleTable, Source
-else:
-    # Started as a file: the checkout is the package `graft`, whatever its folder is called.
-    import types
-
-    graft = sys.modules["graft"] = types.ModuleType("graft")
-    graft.__path__ = [str(Path(__file__).resolve().parent.parent)]
-    from graft.training.data import (  # type: ignore[no-redef]
-        BucketConfig,
-        DatasetConfig,
-        EncodedDataset,
-        ImageSet,
-        Sample,
-        Store,
-        encode,
-        scan,
-    )
-    from graft.training.data.bucket import buckets_for  # type: ignore[no-redef]
-    from graft.training.data.index import IndexBuilder, SourceRules  # type: ignore[no-redef]
-    from graft.training.data.samples import SampleTable, Source  # type: ignore[no-redef]
+from ..training.data import (
+    BucketConfig,
+    DatasetConfig,
+    EncodedDataset,
+    ImageSet,
+    Sample,
+    Store,
+    encode,
+    scan,
+)
+from ..training.data.bucket import buckets_for
+from ..training.data.index import IndexBuilder, SourceRules
+from ..training.data.samples import SampleTable, Source
+from .process import alone
 
 COUNTS = (10_000, 100_000, 1_000_000)
 CAPTION = (
@@ -72,27 +49,23 @@ CAPTION = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options."""
+    """Add the benchmark's own options."""
+    parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
-    main(args.json)
-    return 0
-
-
-def main(as_json: bool = False) -> dict[str, Any]:
-    """Measure everything, print it, and return it."""
+    """Measure everything, print it, and return 0."""
+    if args.count:
+        print(json.dumps(measure_index(args.count)))
+        return 0
     results: dict[str, Any] = {}
-    spawn = multiprocessing.get_context("spawn")
-    for count in COUNTS:
-        with spawn.Pool(1) as pool:  # memory is only counted right in a process that has done nothing else
-            results[str(count)] = pool.apply(measure_index, (count,))
-        if not as_json:
+    for count in COUNTS:  # each in a process that has done nothing else: only there memory is counted right
+        results[str(count)] = alone("data", "--count", str(count))
+        if not args.json:
             print(f"{count:>9,} images: {results[str(count)]}", flush=True)
     ratios = encode_ratios()
-    print(json.dumps(results | ratios) if as_json else ratios)
-    return results | ratios
+    print(json.dumps(results | ratios) if args.json else ratios)
+    return 0
 
 
 def measure_index(count: int) -> dict[str, float]:
@@ -182,12 +155,12 @@ def encode_ratios(images: int = 16, rounds: int = 3) -> dict[str, float]:
         pictures = [plain_read(path, bucket) for path in paths]
         vae.encode_image(pictures[0])
         for number in range(rounds):
-            alone = seconds(lambda: [vae.encode_image(picture) for picture in pictures])
+            encoding = seconds(lambda: [vae.encode_image(picture) for picture in pictures])
             plain = seconds(lambda: [vae.encode_image(plain_read(path, bucket)) for path in paths])
             cache = Path(folder) / f"cache{number}"
             ours = seconds(lambda cache=cache: encode(scanned, vae, cache))  # type: ignore[misc]
             found["encode_ratio"].append(plain / ours)
-            found["encode_ratio_vae_only"].append(alone / ours)
+            found["encode_ratio_vae_only"].append(encoding / ours)
     return {name: round(statistics.median(values), 4) for name, values in found.items()}
 
 
@@ -202,7 +175,3 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    main("--json" in sys.argv)

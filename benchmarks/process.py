@@ -9,25 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+GRAFT = Path(__file__).resolve().parent.parent / "training" / "headless" / "launch.py"
+"""The command `graft` of this checkout."""
 
 
 def alone(name: str, *options: str) -> Any:
     """Return the last line, which is JSON, that `graft bench name` prints in a process of its own."""
-    found = subprocess.run([*this_benchmark(name), *options], check=True, capture_output=True, text=True)
+    command = [sys.executable, str(GRAFT), "bench", name, *options]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
-
-
-def this_benchmark(name: str) -> list[str]:
-    """Return the command of `graft bench name`, whatever the checkout's folder is called."""
-    start = (
-        "import importlib.util as u, sys; "
-        f"s = u.spec_from_file_location('graft', {str(ROOT / '__init__.py')!r}, "
-        f"submodule_search_locations=[{str(ROOT)!r}]); "
-        "sys.modules['graft'] = m = u.module_from_spec(s); s.loader.exec_module(m); "
-        "from graft.training.cli import main; sys.exit(main())"
-    )
-    return [sys.executable, "-c", start, "bench", name]
 
 
 def peak_rss() -> int:

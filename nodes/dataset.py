@@ -14,6 +14,7 @@ from ..training.comfy.encoder import ComfyEncoder
 from ..training.comfy.session import progress_bar
 from ..training.data.config import DatasetConfig, ValidationConfig
 from .sockets import Dataset, DatasetSettings, encoded, schema
+from .widgets import lines
 
 
 def _common_inputs() -> list[Any]:
@@ -283,8 +284,7 @@ class SplitDataset(io.ComfyNode):
 
     @classmethod
     def execute(cls, dataset: Any, fraction: float, names: str) -> io.NodeOutput:
-        patterns = tuple(line.strip() for line in names.splitlines() if line.strip())
-        return io.NodeOutput(*encoded(dataset).split(ValidationConfig(fraction, patterns)))
+        return io.NodeOutput(*encoded(dataset).split(ValidationConfig(fraction, lines(names))))
 
 
 def _config(

@@ -12,7 +12,7 @@ from ..training.comfy.lora_files import NONE, changed_at, lora_file_path, lora_n
 from ..training.comfy.starting import summary
 from ..training.config import AdapterConfig
 from .sockets import Lora, schema
-from .widgets import advanced
+from .widgets import advanced, lines
 
 SIZES = {"as in the file": "file", "as set here": "settings"}
 """What people choose -> AdapterConfig.start_size."""
@@ -139,8 +139,8 @@ class BuildLora(io.ComfyNode):
             rank,
             alpha,
             targets,
-            _lines(include),
-            _lines(exclude),
+            lines(include),
+            lines(exclude),
             text_encoder=text_encoder,
             start_from="" if start_from == NONE else start_from,
             start_size=SIZES[start_size],
@@ -148,10 +148,6 @@ class BuildLora(io.ComfyNode):
         if algorithm not in ADAPTERS:
             raise ValueError(f"algorithm: {algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
         return io.NodeOutput(config, ui={"text": [_describe(model, config)]} if model is not None else None)
-
-
-def _lines(text: str) -> tuple[str, ...]:
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _describe(model: Any, config: AdapterConfig) -> str:

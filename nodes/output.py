@@ -13,11 +13,10 @@ from ..training.comfy import paths
 from ..training.family import family_named
 from ..training.formats import FILE_FORMATS
 from ..training.log import read_log
-from ..training.lora_file import write_lora
 from ..training.memory.precision import DTYPES
 from ..training.metadata import WEIGHTS, lora_metadata, with_hashes
 from ..training.run import Run, newest
-from ..training.tensor_file import TensorFile
+from ..training.tensor_file import TensorFile, write_tensors
 from .sockets import State, schema
 
 
@@ -110,7 +109,7 @@ class SaveLora(io.ComfyNode):
         )
         metadata, before = with_hashes(tensors, metadata), _weights_in(path)
         try:
-            write_lora(path, tensors, metadata)
+            write_tensors(path, tensors, metadata)
         except OSError as error:
             raise ValueError(
                 f"{path}: the LoRA could not be saved ({error.strerror or error}). Choose another name, or "

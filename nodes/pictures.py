@@ -12,7 +12,7 @@ from ..training.comfy.notes import family_in, model_file
 from ..training.comfy.samples import SAMPLERS, SCHEDULERS, SamplePrompts
 from ..training.comfy.session import progress_bar
 from .sockets import Samples, State, schema
-from .widgets import seed_input, widget
+from .widgets import lines, seed_input, widget
 
 
 class SamplePromptsNode(io.ComfyNode):
@@ -89,8 +89,7 @@ class SamplePromptsNode(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip: Any, vae: Any, prompts: str, **values: Any) -> io.NodeOutput:
-        lines = tuple(line.strip() for line in prompts.splitlines() if line.strip())
-        return io.NodeOutput(SamplePrompts(clip, vae, lines, **values))
+        return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), **values))
 
 
 class LossPlot(io.ComfyNode):

@@ -37,7 +37,7 @@ from .sockets import (
     encoded,
     schema,
 )
-from .widgets import widget
+from .widgets import lines, widget
 
 
 class DatasetSettingsNode(io.ComfyNode):
@@ -158,7 +158,6 @@ class DatasetSettingsNode(io.ComfyNode):
 
     @classmethod
     def execute(cls, **w: Any) -> io.NodeOutput:
-        remove = tuple(line.strip() for line in w["remove_tags"].splitlines() if line.strip())
         return io.NodeOutput(
             DatasetConfig(
                 weight=w["weight"],
@@ -168,7 +167,7 @@ class DatasetSettingsNode(io.ComfyNode):
                     source=w["captions_from"],
                     prefix=w["prefix"],
                     suffix=w["suffix"],
-                    remove=remove,
+                    remove=lines(w["remove_tags"]),
                     shuffle=w["shuffle_tags"],
                     keep_tokens=w["keep_tags"],
                     tag_dropout=w["tag_dropout"],

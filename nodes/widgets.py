@@ -44,6 +44,11 @@ def seed_input(tooltip: str) -> Any:
     )
 
 
+def lines(text: str) -> tuple[str, ...]:
+    """Return the lines of a text box that hold something."""
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
 def advanced(input: Any) -> Any:
     """Mark an input as one that few need: editors show it on demand."""
     input.extra_dict = {**(input.extra_dict or {}), "advanced": True}

@@ -85,40 +85,38 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *(rank for _, rank in self.ranks)):
-            _require(rank >= 1, f"rank must be at least 1, got {rank}; 16 suits most LoRAs.")
+            require(rank >= 1, f"rank must be at least 1, got {rank}; 16 suits most LoRAs.")
         for alpha in (self.alpha, *(alpha for _, alpha in self.alphas)):
-            _require(
+            require(
                 math.isfinite(alpha) and alpha >= 0,
                 f"alpha must be positive, or 0 for alpha = rank; got {alpha}.",
             )
         for name in ("dropout", "rank_dropout", "module_dropout"):
             share = getattr(self, name)
-            _require(
-                0 <= share < 1, f"{name} must be at least 0 and below 1, got {share}; 0 switches it off."
-            )
-        _require(
+            require(0 <= share < 1, f"{name} must be at least 0 and below 1, got {share}; 0 switches it off.")
+        require(
             math.isfinite(self.text_encoder) and self.text_encoder >= 0,
             f"text_encoder is a multiple of the learning rate: 0 (off) or more, got {self.text_encoder}.",
         )
-        _require(
+        require(
             math.isfinite(self.max_norm) and self.max_norm >= 0,
             f"max_norm must be positive, or 0 for no limit; got {self.max_norm}.",
         )
         for ratio in (self.lora_plus_ratio, *(ratio for _, ratio in self.lrs)):
-            _require(
+            require(
                 math.isfinite(ratio) and ratio > 0,
                 f"a learning-rate ratio must be above 0, got {ratio}; 1 changes nothing, and 'exclude' "
                 f"leaves layers out.",
             )
-        _require(
+        require(
             self.init in ("default", "gaussian", "pissa"),
             f"init: {self.init!r} is not supported; choose one of default, gaussian, pissa.",
         )
-        _require(
+        require(
             self.init == "default" or {self.algorithm, *(name for _, name in self.algorithms)} == {"lora"},
             f"init {self.init!r} is for LoRA; set algorithm to 'lora' or init to 'default'.",
         )
-        _require(
+        require(
             self.factor == -1 or self.factor >= 2,
             f"factor must be at least 2, or -1 to divide the weight evenly; got {self.factor}.",
         )
@@ -148,24 +146,24 @@ class OptimizerConfig:
     computed in float32 and rounded up or down at random, so that small steps are not lost."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             math.isfinite(self.lr) and self.lr > 0,
             f"learning rate must be above 0, got {self.lr}; 1e-4 suits most LoRAs.",
         )
-        _require(math.isfinite(self.eps) and self.eps > 0, f"eps must be above 0, got {self.eps}.")
-        _require(
+        require(math.isfinite(self.eps) and self.eps > 0, f"eps must be above 0, got {self.eps}.")
+        require(
             math.isfinite(self.d_coef) and self.d_coef > 0,
             f"d_coef must be above 0, got {self.d_coef}; 1 is usual.",
         )
-        _require(
+        require(
             self.weight_decay >= 0 and math.isfinite(self.weight_decay),
             f"weight decay must not be negative, got {self.weight_decay}.",
         )
-        _require(
+        require(
             all(0 <= beta < 1 for beta in self.betas),
             f"betas must be at least 0 and below 1, got {self.betas}.",
         )
-        _require(self.max_grad_norm >= 0, f"max_grad_norm must not be negative, got {self.max_grad_norm}.")
+        require(self.max_grad_norm >= 0, f"max_grad_norm must not be negative, got {self.max_grad_norm}.")
 
 
 @dataclass(frozen=True)
@@ -184,11 +182,11 @@ class ScheduleConfig:
     """Of "polynomial": 1 is a straight line, 2 falls early, 0.5 late."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, f"warm-up must not be negative, got {self.warmup_steps} steps.")
-        _require(self.total_steps >= 0, f"total steps must not be negative, got {self.total_steps}.")
-        _require(0 <= self.floor <= 1, f"floor must be 0 to 1, a multiple of the rate; got {self.floor}.")
-        _require(self.cycles >= 1, f"cycles must be at least 1, got {self.cycles}.")
-        _require(math.isfinite(self.power) and self.power > 0, f"power must be above 0, got {self.power}.")
+        require(self.warmup_steps >= 0, f"warm-up must not be negative, got {self.warmup_steps} steps.")
+        require(self.total_steps >= 0, f"total steps must not be negative, got {self.total_steps}.")
+        require(0 <= self.floor <= 1, f"floor must be 0 to 1, a multiple of the rate; got {self.floor}.")
+        require(self.cycles >= 1, f"cycles must be at least 1, got {self.cycles}.")
+        require(math.isfinite(self.power) and self.power > 0, f"power must be above 0, got {self.power}.")
 
 
 @dataclass(frozen=True)
@@ -201,8 +199,8 @@ class EmaConfig:
     """How fast the share rises to `decay`: 1 - (1 + step) ** -power; the first steps are soon forgotten."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.decay < 1, f"EMA decay must be 0 (off) or more and below 1, got {self.decay}.")
-        _require(self.power > 0, f"EMA power must be above 0, got {self.power}; 0.75 is usual.")
+        require(0 <= self.decay < 1, f"EMA decay must be 0 (off) or more and below 1, got {self.decay}.")
+        require(self.power > 0, f"EMA power must be above 0, got {self.power}; 0.75 is usual.")
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,8 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         for name in ("every", "patience", "limit"):
             value = getattr(self, name)
-            _require(value >= 0, f"validation {name} must not be negative, got {value}.")
-        _require(self.every > 0 or not self.patience, "patience needs validation: set the steps between two.")
+            require(value >= 0, f"validation {name} must not be negative, got {value}.")
+        require(self.every > 0 or not self.patience, "patience needs validation: set the steps between two.")
 
 
 @dataclass(frozen=True)
@@ -240,9 +238,9 @@ class CheckpointConfig:
     """Write each checkpoint's LoRA file, in bf16; those at multiples of `steps` stay when it goes."""
 
     def __post_init__(self) -> None:
-        _require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")
-        _require(self.steps >= 0, f"steps between checkpoints must not be negative, got {self.steps}.")
-        _require(self.keep >= 1, f"at least one checkpoint must be kept, got {self.keep}.")
+        require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")
+        require(self.steps >= 0, f"steps between checkpoints must not be negative, got {self.steps}.")
+        require(self.keep >= 1, f"at least one checkpoint must be kept, got {self.keep}.")
 
 
 @dataclass(frozen=True)
@@ -308,40 +306,40 @@ class ObjectiveConfig:
             "min_snr_gamma",
             "guidance",
         ):
-            _require(
+            require(
                 math.isfinite(getattr(self, name)), f"{name} must be a number, got {getattr(self, name)}."
             )
-        _require(self.shift >= 0, f"shift must be positive, or 0 for the family's; got {self.shift}.")
-        _require(self.std > 0, f"std must be above 0, got {self.std}; 1.0 is usual.")
-        _require(
+        require(self.shift >= 0, f"shift must be positive, or 0 for the family's; got {self.shift}.")
+        require(self.std > 0, f"std must be above 0, got {self.std}; 1.0 is usual.")
+        require(
             -1 <= self.mode_scale <= 1.75, f"mode_scale must be between -1 and 1.75, got {self.mode_scale}."
         )
-        _require(-8 <= self.bias <= 8, f"bias must be between -8 and 8, got {self.bias}; 0 is none.")
-        _require(
+        require(-8 <= self.bias <= 8, f"bias must be between -8 and 8, got {self.bias}; 0 is none.")
+        require(
             0 <= self.min_noise < self.max_noise <= 1,
             f"noise levels must be 0 <= min < max <= 1, got {self.min_noise} to {self.max_noise}.",
         )
-        _require(self.huber_delta > 0, f"huber_delta must be above 0, got {self.huber_delta}.")
-        _require(
+        require(self.huber_delta > 0, f"huber_delta must be above 0, got {self.huber_delta}.")
+        require(
             self.min_snr_gamma > 0, f"min_snr_gamma must be above 0, got {self.min_snr_gamma}; 5 is usual."
         )
-        _require(
+        require(
             0 <= self.noise_offset <= 1,
             f"noise_offset must be 0 to 1, got {self.noise_offset}; 0.05 is usual.",
         )
-        _require(
+        require(
             0 <= self.pyramid_noise < 1,
             f"pyramid_noise must be 0 to 1, got {self.pyramid_noise}; 0.3 is usual.",
         )
-        _require(
+        require(
             0 <= self.input_perturbation <= 1,
             f"input_perturbation must be 0 to 1, got {self.input_perturbation}; 0.1 is usual.",
         )
-        _require(
+        require(
             0 < self.differential_guidance <= 100,
             f"differential_guidance must be above 0, got {self.differential_guidance}; 1 is off, 3 is usual.",
         )
-        _require(
+        require(
             self.guidance >= 0 or self.guidance == -1,
             f"guidance must be 0 or more, or -1 for the family's; got {self.guidance}.",
         )
@@ -366,7 +364,7 @@ class MemoryConfig:
     """Whether the repeated blocks are compiled (`memory.compiling`); changes how numbers are rounded."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             math.isfinite(self.budget_gb) and self.budget_gb >= 0,
             f"the memory budget must be above 0 GiB, or 0 for all that is free; got {self.budget_gb}.",
         )
@@ -395,8 +393,8 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        _require(self.batch_size >= 1, f"batch size must be at least 1, got {self.batch_size}.")
-        _require(
+        require(self.batch_size >= 1, f"batch size must be at least 1, got {self.batch_size}.")
+        require(
             self.gradient_accumulation >= 1,
             f"gradient accumulation must be at least 1, got {self.gradient_accumulation}.",
         )
@@ -440,11 +438,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_dict(typing.cast(type, hint), value, where=f"{where}.")
     if origin is Literal:
-        _require(value in args, f"{where}: {value!r} is not one of {', '.join(map(repr, args))}.")
+        require(value in args, f"{where}: {value!r} is not one of {', '.join(map(repr, args))}.")
         return value
     if origin is tuple and isinstance(value, list | tuple):
         inner = args[:1] * len(value) if args[1:] == (...,) else args
-        _require(len(inner) == len(value), f"{where}: expected {len(inner)} values, got {len(value)}.")
+        require(len(inner) == len(value), f"{where}: expected {len(inner)} values, got {len(value)}.")
         return tuple(_value(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(inner, value, strict=True)))
     if origin in (types.UnionType, typing.Union):
         return value
@@ -456,6 +454,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)

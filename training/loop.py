@@ -115,18 +115,18 @@ def train(
     budget = budget_of(denoiser, config.memory)
     plans = fitting(denoiser, adapted, config, largest_batch(dataset, config), budget)
     with Placement(denoiser, work.adapters, plans, dtype, budget, compile=config.memory.compile) as placement:
-        held_out = partial(measure, denoiser, validation, work)
-        placement.retrying(held_out, work.parameters)  # the run may have been interrupted before it could
+        compute = partial(gradients, denoiser, dataset, config, work)
+        validate = partial(measure, denoiser, validation, work)
+        placement.retrying(validate)  # the run may have been interrupted before it could
         while work.step < clock.last and not is_over(config.validation, work.validations):
             clock.step_begins()
             step = work.step
             lr = config.optimizer.lr * multiplier(config.schedule, step)
-            compute = partial(gradients, denoiser, dataset, config, work)
-            loss, norm, images = placement.retrying(compute, work.parameters)
+            loss, norm, images = placement.retrying(compute)
             coverage.look(step)
             work.optimize(lr, loss)
             clock.step_ends()
-            validated = placement.retrying(held_out, work.parameters)
+            validated = placement.retrying(validate)
             report = Progress(
                 step=work.step,
                 loss=loss,
@@ -161,10 +161,8 @@ def gradients(
         own = backward(denoiser, dataset, config, work.step, scale)
         total, images = distributed.sum_gradients(work.parameters, *own)
         loss = total / images
-        missing = (
-            config.batch_size * config.gradient_accumulation / images
-        )  # where buckets end, batches are short
-        multiply_gradients(work.parameters.values(), missing / scale)
+        expected = config.batch_size * config.gradient_accumulation  # where buckets end, batches are short
+        multiply_gradients(work.parameters.values(), expected / images / scale)
         norm = clip_gradients(work.parameters.values(), config.optimizer.max_grad_norm)
         if math.isfinite(norm) or work.loss_scale is None or scale == 1.0:
             break

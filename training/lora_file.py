@@ -17,7 +17,7 @@ from torch import Tensor
 from .adapters import ADAPTERS, Adapter, for_layer, method_of
 from .family import TEXT, Family, is_text
 from .state import TrainState
-from .tensor_file import TensorFile, write_tensors
+from .tensor_file import TensorFile
 
 
 def lora_tensors(state: TrainState, family: Family, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -58,15 +58,6 @@ def lora_key(path: str, family: Family) -> str:
         encoder, _, inner = path.removeprefix(f"{TEXT}").partition(".transformer.")
         return family.text_encoders[encoder] + inner.replace(".", "_")
     return family.key_prefix + path.replace(".", "_") if family.key_prefix else f"diffusion_model.{path}"
-
-
-def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a LoRA file whole or not at all.
-
-    Raises OSError when the folder cannot be written or the disk is full; a file that was there is then
-    untouched.
-    """
-    write_tensors(path, tensors, metadata)
 
 
 MAX_HEADER = 32 << 20

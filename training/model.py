@@ -164,3 +164,7 @@ class Encoder(Protocol):
 
 OnProgress = Callable[[int, int, str], None]
 """Called as on_progress(done, total, message); may raise to cancel."""
+
+
+def no_progress(done: int, total: int, message: str) -> None:
+    """Tell nobody."""

@@ -35,6 +35,8 @@ class Row:
     """One optimizer."""
 
     build: Build
+    state_bytes: float
+    """Of memory for each trained number."""
     memory: tuple[str, ...] = ()
     """Entries of a parameter group that change as it runs."""
     averages: bool = False
@@ -55,7 +57,7 @@ def build_optimizer(
     `lr_scales` are multiples of the learning rate by parameter name; 1 where it has none. Raises ValueError
     when there is no such optimizer, when it is not installed, or when it takes one learning rate only.
     """
-    row = _row(config)
+    row = row_of(config)
     scales = {name: lr_scales.get(name, 1.0) for name in parameters}
     if row.finds_rate and len(set(scales.values())) > 1:
         raise ValueError(
@@ -72,7 +74,7 @@ def build_optimizer(
 
 def optimizer_notes(config: OptimizerConfig) -> list[str]:
     """Return a sentence where the learning rate is one for other optimizers."""
-    if not _row(config).finds_rate or config.lr >= 0.1:
+    if not row_of(config).finds_rate or config.lr >= 0.1:
         return []
     return [
         f"{config.name} multiplies the rate it finds by the learning rate of {config.lr:g}, so hardly "
@@ -95,7 +97,7 @@ def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
     y), where y is trained and z is the fast sequence (Defazio et al. 2024, arXiv:2405.15682, eq. 3).
     """
     weights = {name: parameter.detach() for name, parameter, _ in _named(optimizer)}
-    if _row(config).averages:
+    if row_of(config).averages:
         for name, parameter, group in _named(optimizer):
             if "z" in optimizer.state[parameter]:
                 z = optimizer.state[parameter]["z"]
@@ -105,7 +107,7 @@ def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerState:
     """Return a copy of the optimizer's memory on the CPU."""
-    row = _row(config)
+    row = row_of(config)
     tensors: dict[str, Tensor] = {}
     values: dict[str, Number] = {}
     for name, parameter, _ in _named(optimizer):
@@ -167,7 +169,8 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter
             yield name, parameter, group
 
 
-def _row(config: OptimizerConfig) -> Row:
+def row_of(config: OptimizerConfig) -> Row:
+    """Return the row of OPTIMIZERS that `config` names. Raises ValueError when there is none."""
     if config.name not in OPTIMIZERS:
         raise ValueError(f"optimizer: {config.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
     return OPTIMIZERS[config.name]
@@ -247,16 +250,16 @@ def _installed(package: str, optimizer: str) -> Any:
 SCHEDULE_FREE = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 
 OPTIMIZERS: Mapping[str, Row] = {
-    "adamw": Row(_adamw),
-    "adamw8bit": Row(_bitsandbytes("AdamW8bit")),
-    "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit")),
-    "lion": Row(_lion),
-    "lion8bit": Row(_bitsandbytes("Lion8bit")),
-    "adafactor": Row(_adafactor),
-    "prodigy": Row(_prodigy, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_rate=True),
-    "schedule-free-adamw": Row(_schedule_free("AdamWScheduleFree"), SCHEDULE_FREE, averages=True),
-    "schedule-free-radam": Row(_schedule_free("RAdamScheduleFree"), SCHEDULE_FREE, averages=True),
-    "stable-adamw": Row(_stable_adamw),
-    "sgd": Row(_sgd),
+    "adamw": Row(_adamw, 8),
+    "adamw8bit": Row(_bitsandbytes("AdamW8bit"), 2.1),
+    "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit"), 2.1),
+    "lion": Row(_lion, 4),
+    "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1),
+    "adafactor": Row(_adafactor, 0.5),
+    "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_rate=True),
+    "schedule-free-adamw": Row(_schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, averages=True),
+    "schedule-free-radam": Row(_schedule_free("RAdamScheduleFree"), 8, SCHEDULE_FREE, averages=True),
+    "stable-adamw": Row(_stable_adamw, 8),
+    "sgd": Row(_sgd, 4),
 }
 """By `OptimizerConfig.name`."""

@@ -39,12 +39,13 @@ from .config import CheckpointConfig, TrainConfig, digest, to_dict
 from .family import Family
 from .lock import locked
 from .log import RunLog
-from .loop import STOP, OnStep, Progress, ignore, initial_state, train
-from .lora_file import lora_tensors, write_lora
+from .loop import OnStep, Progress, ignore, initial_state, train
+from .lora_file import lora_tensors
 from .metadata import lora_metadata, with_hashes
 from .model import Dataset, Denoiser, Samples
 from .signals import raise_if_asked, saving_run
 from .state import TrainState, best_step
+from .tensor_file import write_tensors
 from .work import MidStep
 
 log = logging.getLogger(__name__)
@@ -299,7 +300,7 @@ def write_lora_of(run: Run, state: TrainState, family: Family) -> None:
     tensors = lora_tensors(result, family, torch.bfloat16)
     metadata = lora_metadata(result, family, title=f"{run.name} at step {state.step}")
     try:
-        write_lora(run.lora(state.step), tensors, with_hashes(tensors, metadata))
+        write_tensors(run.lora(state.step), tensors, with_hashes(tensors, metadata))
     except OSError as error:
         log.warning("Graft: the LoRA file of step %d could not be written (%s).", state.step, error)
 
@@ -376,6 +377,3 @@ def _checkpoints(run: Run) -> dict[int, Path]:
         (re.fullmatch(r"step-(\d{8,})", folder.name), folder) for folder in run.checkpoints.glob("step-*")
     )
     return {int(match[1]): folder for match, folder in found if match and folder.is_dir()}
-
-
-__all__ = ["STOP", "DiskFull", "Run", "best", "execute", "latest", "run_key"]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import require
+
 LARGEST_HEADER = 100_000_000
 """Bytes: the format's own limit."""
 
@@ -51,15 +53,15 @@ class TensorFile(Mapping[str, Tensor]):
         header, body, end = _header(path, largest_header)
         try:
             metadata = header.pop("__metadata__", {})
-            _require(all(isinstance(value, str) for value in metadata.values()), "metadata that is no text")
+            require(all(isinstance(value, str) for value in metadata.values()), "metadata that is no text")
             self.metadata: dict[str, str] = metadata
             self.entries = {name: _entry(name, values, body) for name, values in header.items()}
             at = body
             for entry in sorted(self.entries.values(), key=lambda entry: (entry.start, entry.size)):
-                _require(entry.start == at, "its tensors overlap or leave gaps")
+                require(entry.start == at, "its tensors overlap or leave gaps")
                 at += entry.size
-            _require(at <= end, f"it should be {at} bytes long and has {end}: the file is cut off")
-            _require(at == end, f"{end - at} bytes belong to no tensor")
+            require(at <= end, f"it should be {at} bytes long and has {end}: the file is cut off")
+            require(at == end, f"{end - at} bytes belong to no tensor")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path.name}: the file is damaged ({error}); download it again.") from error
 
@@ -111,9 +113,8 @@ def write_streaming(
     under a temporary name beside `path`, flushed, then renamed. Raises OSError naming `path` when the folder
     cannot be written or the disk is full; a file that was there is then untouched.
     """
-    order = sorted(
-        entries, key=lambda name: (-FORMATS[entries[name].format][0], name)
-    )  # keeps tensors aligned
+    # The widest numbers first, which keeps all tensors aligned.
+    order = sorted(entries, key=lambda name: (-FORMATS[entries[name].format][0], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name in order:
@@ -180,22 +181,17 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
 
 def _entry(name: str, values: Mapping[str, Any], body: int) -> Entry:
     shape, span = values["shape"], values["data_offsets"]
-    _require(values["dtype"] in FORMATS, f"{name}: a type of numbers {values['dtype']!r}")
-    _require(
+    require(values["dtype"] in FORMATS, f"{name}: a type of numbers {values['dtype']!r}")
+    require(
         isinstance(shape, list) and all(type(side) is int and side >= 0 for side in shape), f"{name}: shape"
     )
-    _require(
+    require(
         isinstance(span, list) and len(span) == 2 and all(type(end) is int and end >= 0 for end in span),
         f"{name}: offsets",
     )
     entry = Entry(str(values["dtype"]), tuple(shape), body + span[0])
-    _require(entry.size == span[1] - span[0], f"{name}: {span[1] - span[0]} bytes for shape {shape}")
+    require(entry.size == span[1] - span[0], f"{name}: {span[1] - span[0]} bytes for shape {shape}")
     return entry
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 FORMATS: Mapping[str, tuple[int, str]] = {

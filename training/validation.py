@@ -13,7 +13,7 @@ from . import objective, rng
 from .adapters import attach, restore_adapters
 from .config import MemoryConfig, ObjectiveConfig
 from .memory.precision import compute_dtype
-from .model import Batch, Denoiser, OnProgress, Samples, Sampling
+from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
 from .sigmas import is_flow, to_sigmas
 from .state import TrainState
 
@@ -26,10 +26,6 @@ LEVELS_AT_ONCE = 3
 """Copies of a sample in one forward pass: faster than one by one, and far below a training step's memory."""
 
 
-def ignore(done: int, total: int, message: str) -> None:
-    """Report to nobody."""
-
-
 def validation_loss(
     denoiser: Denoiser,
     samples: Samples,
@@ -37,7 +33,7 @@ def validation_loss(
     state: TrainState | None = None,
     *,
     limit: int = 0,
-    on_progress: OnProgress = ignore,
+    on_progress: OnProgress = no_progress,
 ) -> float:
     """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
 
@@ -55,7 +51,7 @@ def validation_loss(
 
 @torch.no_grad()
 def held_out_loss(
-    denoiser: Denoiser, samples: Samples, *, limit: int = 0, on_progress: OnProgress = ignore
+    denoiser: Denoiser, samples: Samples, *, limit: int = 0, on_progress: OnProgress = no_progress
 ) -> float:
     """Return the mean loss over `samples` of what the denoiser computes now, its base being held."""
     count = len(samples)

@@ -16,7 +16,6 @@ from graft.training.memory.checkpointing import MODES
 from graft.training.memory.live import LiveTensors
 from graft.training.memory.plan import (
     GIB,
-    OPTIMIZER_BYTES,
     RESERVE,
     Plan,
     adapter_bytes,
@@ -28,7 +27,6 @@ from graft.training.memory.plan import (
     table,
 )
 from graft.training.memory.store import STORES
-from graft.training.optimizer import OPTIMIZERS
 
 
 class Sized(TinyDataset):
@@ -121,10 +119,6 @@ def test_the_table_says_what_fits_and_how_long_it_takes():
     assert "x 1.00" in lines[1] and lines[3].endswith("fits")
     assert " s" in table(found, None, 1e9, 1e9) and "fits" not in table(found, None, 1e9, 1e9)
     assert table(found, 1000, None, 1.0).count("too large") == len(found)
-
-
-def test_every_optimizer_has_its_memory_counted():
-    assert OPTIMIZER_BYTES.keys() == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "stable-adamw", "sgd"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ..data.roots import yaml_lines
+from ..data.roots import is_inside, yaml_lines
 from ..job import DATASETS, Job, read_job
 from .paths import dataset_roots
 
@@ -41,7 +40,7 @@ def job_file(name: str) -> Path:
     if parts and ".." not in parts and "\0" not in name and name.endswith(SUFFIXES):
         for root in dataset_roots():
             path = root.joinpath(*parts)
-            if path.is_file() and _inside(path, root):
+            if path.is_file() and is_inside(path, root):
                 return path
     roots = " or ".join(str(root) for root in dataset_roots()[:1])
     raise ValueError(f"job file {name!r} not found; put a .yaml file into {roots} and choose it.")
@@ -55,14 +54,10 @@ def _files(root: Path) -> Iterator[str]:
 
 def _dataset_name(folder: Path) -> str:
     for number, root in enumerate(dataset_roots()):
-        if _inside(folder, root):
+        if is_inside(folder, root):
             inside = folder.resolve().relative_to(root.resolve()).as_posix()
             return inside if number == 0 else f"{root.name}/{inside}".removesuffix("/.")
     raise ValueError(
         f"datasets: {folder} lies outside the folders that may be read. Register it with these lines in "
         f"extra_model_paths.yaml (in ComfyUI's folder; then restart ComfyUI):\n{yaml_lines(folder)}"
     )
-
-
-def _inside(path: Path, root: Path) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))

@@ -57,8 +57,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     """Return (MODEL, CLIP, VAE); CLIP and VAE are None where neither the checkpoint nor a file gives one.
 
     Names are relative to ComfyUI's model folders. Raises ValueError naming the file for anything that is not
-    a readable
-    .safetensors base model.
+    a readable .safetensors base model.
     """
     path = model_path(model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
@@ -119,8 +118,8 @@ READ_AHEAD = 1 << 24
 """Bytes at a time."""
 
 
-def require_safetensors(path: Path) -> list[str]:
-    """Return the tensor names of a .safetensors file, its header read and checked, no tensor loaded.
+def require_safetensors(path: Path) -> TensorFile:
+    """Return a .safetensors file, its header read and checked, no tensor loaded.
 
     Raises ValueError for pickles, truncated files, oversized headers and offsets that overlap or leave the
     file.
@@ -130,7 +129,7 @@ def require_safetensors(path: Path) -> list[str]:
             f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code "
             "when opened. Convert it to .safetensors first."
         )
-    return list(TensorFile(path))
+    return TensorFile(path)
 
 
 def _load(names: str, what: str, load: Any) -> Any:

@@ -15,12 +15,11 @@ import comfy.model_detection
 import comfy.model_patcher
 import comfy.utils
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..family import family_of
 from ..model import Batch
+from ..tensor_file import FORMATS
 from .denoiser import ComfyDenoiser
 from .loading import require_safetensors
 from .weights import FLOAT8
@@ -72,7 +71,7 @@ def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) 
 
     Raises ValueError for families whose captions are not known here.
     """
-    name = family_of(type(denoiser.model.model_config).__name__, denoiser.model.model_config.unet_config).name
+    name = denoiser.family.name
     if name not in TEXTS:
         raise ValueError(
             f"{name} cannot be planned for without its text encoder; the families are {', '.join(TEXTS)}. "
@@ -88,13 +87,11 @@ def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) 
 
 def _shapes(path: Path) -> dict[str, Tensor]:
     """Return the file's tensors on the meta device."""
-    require_safetensors(path)
-    with safe_open(str(path), "pt") as file:
-        return {key: _meta(file.get_slice(key)) for key in file.keys()}  # noqa: SIM118
-
-
-def _meta(part: Any) -> Tensor:
-    return torch.empty(part.get_shape(), dtype=_DTYPES.get(part.get_dtype(), torch.float32), device="meta")
+    found = {}
+    for key, entry in require_safetensors(path).entries.items():
+        dtype = getattr(torch, FORMATS[entry.format][1], torch.float32)
+        found[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
+    return found
 
 
 def _without_numbers(network: nn.Module) -> None:
@@ -116,14 +113,3 @@ def _rounded_as(shapes: Mapping[str, Tensor], prefix: str, network: nn.Module) -
             found, weight = shapes.get(f"{prefix}{path}.weight"), getattr(module, "weight", None)
             if found is not None and weight is not None and found.dtype in FLOAT8:
                 module.weight = nn.Parameter(torch.empty(weight.shape, dtype=found.dtype), False)
-
-
-_DTYPES: Mapping[str, torch.dtype] = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I64": torch.int64,
-}

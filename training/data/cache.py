@@ -22,13 +22,12 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from ..model import Encoder, OnProgress
+from ..model import Encoder, OnProgress, no_progress
 from .augment import View, render, views_for
 from .batch import EncodedDataset
 from .bucket import Size
 from .caption import variations
 from .config import DatasetConfig
-from .folder import ignore
 from .hashes import ContentHashes
 from .image import crop_mask
 from .image_file import BadImage
@@ -53,7 +52,7 @@ def encode(
     cache_dir: str | os.PathLike[str],
     *,
     recache: bool = False,
-    on_progress: OnProgress = ignore,
+    on_progress: OnProgress = no_progress,
 ) -> EncodedDataset:
     """Encode what the cache does not hold yet and return the dataset. `on_progress` may raise to cancel.
 

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..config import require
+
 
 @dataclass(frozen=True)
 class CaptionConfig:
@@ -38,16 +40,14 @@ class CaptionConfig:
     """Chance of the whole caption to be replaced by the empty one, drawn anew each time the image is seen."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             0 <= self.tag_dropout < 1, f"tag dropout must be at least 0 and below 1, got {self.tag_dropout}."
         )
-        _require(0 <= self.dropout <= 1, f"caption dropout must be between 0 and 1, got {self.dropout}.")
-        _require(self.keep_tokens >= 0, f"kept tokens must not be negative, got {self.keep_tokens}.")
-        _require(
-            1 <= self.variations <= 1000, f"caption variations must be 1 to 1000, got {self.variations}."
-        )
-        _require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
-        _require(
+        require(0 <= self.dropout <= 1, f"caption dropout must be between 0 and 1, got {self.dropout}.")
+        require(self.keep_tokens >= 0, f"kept tokens must not be negative, got {self.keep_tokens}.")
+        require(1 <= self.variations <= 1000, f"caption variations must be 1 to 1000, got {self.variations}.")
+        require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
+        require(
             self.missing != "trigger" or bool(self.trigger.strip()),
             "missing captions are set to 'trigger', but no trigger word is given.",
         )
@@ -73,18 +73,18 @@ class BucketConfig:
     """Enlarge images that are smaller than their bucket; if not, they get one of about their own size."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.resolutions), "give at least one resolution, for example 1024.")
+        require(bool(self.resolutions), "give at least one resolution, for example 1024.")
         for resolution in self.resolutions:
-            _require(8 <= resolution <= 16384, f"resolution must be 8 to 16384 pixels, got {resolution}.")
-        _require(
+            require(8 <= resolution <= 16384, f"resolution must be 8 to 16384 pixels, got {resolution}.")
+        require(
             len(set(self.resolutions)) == len(self.resolutions), f"resolutions repeat: {self.resolutions}."
         )
-        _require(0 <= self.step <= 1024, f"bucket step must be 0 to 1024 pixels, got {self.step}.")
-        _require(
+        require(0 <= self.step <= 1024, f"bucket step must be 0 to 1024 pixels, got {self.step}.")
+        require(
             self.min_side >= 0 and self.max_side >= 0,
             "the bucket's shortest and longest side must not be negative.",
         )
-        _require(
+        require(
             not (self.min_side and self.max_side) or self.min_side <= self.max_side,
             f"a bucket's shortest side ({self.min_side}) must not exceed its longest ({self.max_side}).",
         )
@@ -114,8 +114,8 @@ class AugmentConfig:
         for name in ("brightness", "contrast", "saturation", "hue"):
             amount = getattr(self, name)
             limit = 0.5 if name == "hue" else 1
-            _require(0 <= amount <= limit, f"{name} jitter must be between 0 and {limit}, got {amount}.")
-        _require(1 <= self.variations <= 1000, f"image variations must be 1 to 1000, got {self.variations}.")
+            require(0 <= amount <= limit, f"{name} jitter must be between 0 and {limit}, got {amount}.")
+        require(1 <= self.variations <= 1000, f"image variations must be 1 to 1000, got {self.variations}.")
 
     @property
     def jitters(self) -> bool:
@@ -138,7 +138,7 @@ class MaskConfig:
     """Loss weight of the masked-out part, 0 to 1."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             0 <= self.outside <= 1,
             f"the weight outside the mask must be between 0 and 1, got {self.outside}.",
         )
@@ -171,12 +171,12 @@ class DatasetConfig:
     """
 
     def __post_init__(self) -> None:
-        _require(1 <= self.repeats <= 1_000_000, f"repeats must be 1 to 1000000, got {self.repeats}.")
-        _require(
+        require(1 <= self.repeats <= 1_000_000, f"repeats must be 1 to 1000000, got {self.repeats}.")
+        require(
             math.isfinite(self.weight) and self.weight > 0,
             f"a dataset's weight must be positive, got {self.weight}; 1 is neutral.",
         )
-        _require(
+        require(
             re.fullmatch("#[0-9a-fA-F]{6}", self.background) is not None,
             f"background must look like #ffffff, got {self.background!r}.",
         )
@@ -192,12 +192,7 @@ class ValidationConfig:
     """Globs over the images' paths inside their folder: "cat.png", "validation/*"."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             0 <= self.fraction < 1,
             f"the validation fraction must be at least 0 and below 1, got {self.fraction}.",
         )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ..config import digest
-from ..model import OnProgress
+from ..model import OnProgress, no_progress
 from .caption import TRIGGER, needs_trigger
 from .caption_file import (
     CAPTION_FILES,
@@ -31,16 +31,13 @@ from .caption_file import (
 )
 from .config import DatasetConfig
 from .image_file import EXTENSIONS, HEIC, BadImage, read_header
+from .roots import is_inside
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 
 MASK_SUFFIX = "-mask"
 SEARCHED = 1000
 """At most so many folders are looked into to tell a person which of them hold images."""
 _MASK_FILES = ("file", "auto")
-
-
-def ignore(done: int, total: int, message: str) -> None:
-    """Report progress to nobody."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,10 @@ class _Folder:
 
 
 def scan(
-    root: str | os.PathLike[str], config: DatasetConfig | None = None, *, on_progress: OnProgress = ignore
+    root: str | os.PathLike[str],
+    config: DatasetConfig | None = None,
+    *,
+    on_progress: OnProgress = no_progress,
 ) -> ImageSet:
     """Find the captioned images of a folder. `on_progress` may raise to cancel.
 
@@ -177,7 +177,7 @@ def _list(root: Path, relative: str, config: DatasetConfig) -> _Folder:
                 name = f"{relative}/{entry.name}" if relative else entry.name
                 if entry.name.startswith(".") or entry.name == "__MACOSX":
                     continue  # .DS_Store, ._cat.jpg, .git, thumbnails
-                if entry.is_symlink() and not _inside(root, entry.path):
+                if entry.is_symlink() and not is_inside(entry.path, root):
                     bad.append(Skipped(name, "is a link that leads out of the folder; copy the file into it"))
                 elif _is_folder(entry):
                     below.append(name)
@@ -192,14 +192,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:  # a link to itself
-        return False
-
-
-def _inside(root: Path, path: str) -> bool:
-    base, real = os.path.realpath(root), os.path.realpath(path)
-    try:
-        return os.path.commonpath([base, real]) == base
-    except ValueError:  # another drive on Windows
         return False
 
 

@@ -83,15 +83,14 @@ def yaml_lines(folder: str | os.PathLike[str]) -> str:
 
 
 def _require_inside(folder: Path, root: Path, name: str, roots: Sequence[str | os.PathLike[str]]) -> None:
-    base, real = os.path.realpath(root), os.path.realpath(folder)
-    try:
-        inside = os.path.commonpath([base, real]) == base
-    except ValueError:  # another drive on Windows
-        inside = False
-    if not inside:
-        raise ValueError(
-            f"dataset {name!r} is a link that leads out of {root}. {_how_to_register(Path(real), roots)}"
-        )
+    if not is_inside(folder, root):
+        advice = _how_to_register(Path(os.path.realpath(folder)), roots)
+        raise ValueError(f"dataset {name!r} is a link that leads out of {root}. {advice}")
+
+
+def is_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:
+    """Say whether `path`, its links followed, is `root` or lies below it."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def _how_to_register(folder: Path | None, roots: Sequence[str | os.PathLike[str]]) -> str:

@@ -258,7 +258,7 @@ def server(
     command = [
         sys.executable, str(comfyui / "main.py"), "--port", str(port), "--base-directory", str(base),
         "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
-        *(["--cpu"] if cpu or (cpu is None and not _has_cuda()) else []), *options,
+        *(["--cpu"] if cpu or (cpu is None and not has_cuda()) else []), *options,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     with log_file.open("ab") as output:
@@ -355,7 +355,8 @@ def _ignore(kind: str, data: dict[str, Any]) -> None:
     pass
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Say whether PyTorch finds a CUDA device here."""
     import torch
 
     return torch.cuda.is_available()

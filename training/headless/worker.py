@@ -21,7 +21,7 @@ from ..job import read_job
 from ..job_graph import Prompt, of_kind
 from . import train
 from .executor import Executor, start_comfyui
-from .server import find_comfyui
+from .server import find_comfyui, has_cuda
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +142,6 @@ def _task(
         return task, json.loads(args.comfyui_options), {}
     job = read_job(args.job)
     output = ["--output-directory", str(job.output)]
-    cpu = ["--cpu"] if job.device == "cpu" or not _has_card() else []
+    cpu = ["--cpu"] if job.device == "cpu" or not has_cuda() else []
     options = ["--base-directory", str(base), *output, *train.files(job, comfyui, base), *cpu]
     return job.prompt, options, train.extra_data(job)
-
-
-def _has_card() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

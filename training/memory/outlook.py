@@ -93,8 +93,8 @@ def probe(
         loss_at(denoiser, batch, x0, sigma, torch.ones_like(x0)).backward()  # type: ignore[no-untyped-call]
 
     with Placement(denoiser, adapters, plans, dtype) as placement:
-        peak = placement.retrying(lambda: peak_of(step, denoiser.device), parameters)
-        seconds = placement.retrying(lambda: _seconds(step, denoiser.device), parameters)
+        peak = placement.retrying(lambda: peak_of(step, denoiser.device))
+        seconds = placement.retrying(lambda: _seconds(step, denoiser.device))
         return Probe(placement.plan, peak, seconds)
 
 

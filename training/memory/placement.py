@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from ..adapters import Adapter, attach
 from ..model import Denoiser
@@ -88,12 +87,11 @@ class Placement:
         yield
         self.__enter__()
 
-    def retrying(self, compute: Callable[[], T], parameters: Mapping[str, nn.Parameter]) -> T:
+    def retrying(self, compute: Callable[[], T]) -> T:
         """Return what `compute` does: by the next plan whenever memory runs out, and without compiling where
         that fails.
 
-        Gradients that an attempt left on `parameters` are dropped. Raises ValueError when there is no other
-        plan.
+        Gradients that an attempt left are dropped. Raises ValueError when there is no other plan.
         """
         while True:
             try:
@@ -101,8 +99,8 @@ class Placement:
             except (RuntimeError, MemoryError) as error:
                 remedy = self._remedy(error)
             # Outside the handler: what failed is not kept alive by its traceback.
-            for parameter in parameters.values():
-                parameter.grad = None
+            for adapter in self.adapters.values():
+                adapter.zero_grad()
             self.__exit__(None, None, None)
             remedy()
             self.__enter__()

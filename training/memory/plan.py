@@ -15,9 +15,10 @@ from functools import cache
 import torch
 
 from ..adapters import build_adapters
-from ..config import MemoryConfig, OptimizerConfig, TrainConfig
+from ..config import MemoryConfig, TrainConfig
 from ..layer import LayerSpec
 from ..model import Batch, Denoiser
+from ..optimizer import row_of
 from .checkpointing import MODES
 from .forecast import Forecast, forecast
 from .precision import compute_dtype
@@ -31,21 +32,6 @@ GIB = 1 << 30
 RESERVE = 0.04
 """Share of the memory that is left for what no tensor accounts for: the allocator's gaps, kernels' work
 space."""
-
-OPTIMIZER_BYTES: Mapping[str, float] = {
-    "adamw": 8,
-    "adamw8bit": 2.1,
-    "paged-adamw8bit": 2.1,
-    "lion": 4,
-    "lion8bit": 1.1,
-    "adafactor": 0.5,
-    "prodigy": 16,
-    "schedule-free-adamw": 8,
-    "schedule-free-radam": 8,
-    "stable-adamw": 8,
-    "sgd": 4,
-}
-"""Bytes of memory that each optimizer keeps for a trained number."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +181,7 @@ def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
         adapters = build_adapters(adapted, config.adapter)
     trained = sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
     weight = 4 if config.optimizer.weights == "fp32" else 2
-    return int(trained * (weight + state_bytes(config.optimizer)))
-
-
-def state_bytes(config: OptimizerConfig) -> float:
-    """Return an optimizer's memory for one trained number, in bytes."""
-    return OPTIMIZER_BYTES[config.name.lower()]
+    return int(trained * (weight + row_of(config.optimizer).state_bytes))
 
 
 def fits_surely(

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ..formats import to_diffusers
-from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora, write_lora
+from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora
 from ..memory.precision import DTYPES
 from ..start import FLAT_PREFIXES, PREFIXES
-from ..tensor_file import TensorFile
+from ..tensor_file import TensorFile, write_tensors
 from .files import check_output, unmatched_lines
 from .names import (
     TEXT_ENCODERS,
@@ -85,7 +85,7 @@ def convert_file(
     check_output(output, [lora, *([base] if base else [])])
     file = read_lora(lora)
     shapes = {key: entry.shape for key, entry in TensorFile(base).entries.items()} if base else None
-    write_lora(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
+    write_tensors(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
     report = f"{output.name}: {len(file.layers)} layers in {layout} layout"
     return "\n".join([report, *unmatched_lines(list(file.other))])
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..lora_file import write_lora
 from ..memory.precision import DTYPES
-from ..model import OnProgress
-from ..tensor_file import TensorFile
-from .files import check_output, no_progress, unmatched_lines
+from ..model import OnProgress, no_progress
+from ..tensor_file import TensorFile, write_tensors
+from .files import check_output, unmatched_lines
 from .low_rank import best_factors, check_size
 from .names import NETWORK, TEXT_ENCODERS, places
 
@@ -95,7 +94,7 @@ def extract_files(
         on_progress=on_progress,
     )
     metadata = {**size_metadata(tensors), "graft_extracted": f"{tuned.name} - {base.name}"}
-    write_lora(output, tensors, metadata)
+    write_tensors(output, tensors, metadata)
     return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(left_out)])
 
 

@@ -21,10 +21,6 @@ def check_output(output: Path, inputs: Iterable[Path]) -> None:
             )
 
 
-def no_progress(done: int, total: int, message: str) -> None:
-    """Tell nobody."""
-
-
 def unmatched_lines(keys: Sequence[str]) -> list[str]:
     """Return lines that list keys of a file which were not used; none for none."""
     return (

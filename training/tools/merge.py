@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..adapters.dora import column_lengths
 from ..lora_file import LoraFile, LoraLayer, read_lora
-from ..model import OnProgress
+from ..model import OnProgress, no_progress
 from ..tensor_file import TensorFile, as_bytes, write_streaming
-from .files import check_output, no_progress, unmatched_lines
+from .files import check_output, unmatched_lines
 from .names import match_weights
 
 ATTACHMENT = "graft_merged"
