@@ -10,7 +10,7 @@ from ..training import data
 from ..training.comfy import jobs
 from ..training.job import Job
 from ..training.job_graph import NODES
-from .dataset import LoadDataset
+from .dataset import JoinDatasets, LoadDataset
 from .lora import BuildLora
 from .lora_settings import LoraSettings
 from .pictures import SamplePromptsNode
@@ -98,16 +98,26 @@ class TrainingJob(io.ComfyNode):
         )
 
 
+OF_A_DATASET = {
+    "GraftDatasetSettings": DatasetSettingsNode,
+    "GraftJoinDatasets": JoinDatasets,
+    "GraftLoadDataset": LoadDataset,
+}
+
+
 def _dataset(job: Job) -> Any:
-    """Return the job's datasets as one."""
-    sets = []
-    for node in _datasets(job):
-        inputs = _plain(node["inputs"])
-        if link := node["inputs"].get("dataset_settings"):
-            settings = DatasetSettingsNode.execute(**job.prompt[link[0]]["inputs"])
-            inputs["dataset_settings"] = settings.args[0]
-        sets.append(LoadDataset.execute(**inputs).args[0])
-    return data.join(sets) if len(sets) > 1 else sets[0]
+    """Return the job's datasets as one, joined as in its graph."""
+    return _made(job, job.nodes("GraftEncodeDataset")[0]["inputs"]["dataset"][0])
+
+
+def _made(job: Job, number: str) -> Any:
+    """Return the first output of a node of the job's graph, made with all that it is wired to."""
+    node = job.prompt[number]
+    inputs = {
+        name: _made(job, value[0]) if isinstance(value, list) else value
+        for name, value in node["inputs"].items()
+    }
+    return OF_A_DATASET[node["class_type"]].execute(**inputs).args[0]
 
 
 def _datasets(job: Job) -> list[dict[str, Any]]:

@@ -594,6 +594,16 @@ def test_files_beside_the_job_are_registered_and_others_are_comfyuis(tmp_path):
     assert compile_job(document(), tmp_path / "images").folders == {}
 
 
+def test_two_files_of_one_name_are_refused_as_only_one_would_be_found(tmp_path):
+    whole = document()
+    for folder, key in (("te1", "clip_l_path"), ("te2", "t5_path")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.safetensors").touch()
+        whole["config"]["process"][0]["model"][key] = f"{folder}/model.safetensors"
+    with pytest.raises(ValueError, match="t5_path: two are called 'model.safetensors'; rename one of them"):
+        compile_job(whole, tmp_path)
+
+
 @pytest.mark.parametrize("missing", ["name", "process"])
 def test_what_a_job_needs_is_named_when_it_is_missing(missing, tmp_path):
     whole = document()

@@ -169,6 +169,8 @@ class _Places:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.folders: dict[str, list[Path]] = {}
+        self.owners: dict[tuple[str, str], Path] = {}
+        """By kind of file and name in ComfyUI."""
 
     def file(self, name: str, key: str, kinds: Sequence[str]) -> str:
         """Return ComfyUI's name of a model file: its own, where the file lies outside ComfyUI."""
@@ -181,10 +183,10 @@ class _Places:
         if not path.is_file():
             if Path(name).is_absolute() or name.startswith("."):
                 raise ValueError(f"{key}: there is no file {path}.")
-            return name
+            return self._claimed(name, Path(name), key, kinds)
         for kind in kinds:
             self.folders.setdefault(kind, []).append(path.resolve().parent)
-        return path.name
+        return self._claimed(path.name, path.resolve(), key, kinds)
 
     def dataset(self, name: str) -> str:
         """Return the name of a folder of images: its last part, where it lies outside ComfyUI."""
@@ -192,11 +194,14 @@ class _Places:
         if not path.is_dir():
             return name
         path = path.resolve()
-        known = self.folders.setdefault(DATASETS, [])
-        if any(other.name == path.name and other != path for other in known):
-            raise ValueError(f"datasets: two folders are called {path.name!r}; rename one of them.")
-        known.append(path)
-        return path.name
+        self.folders.setdefault(DATASETS, []).append(path)
+        return self._claimed(path.name, path, "datasets", [DATASETS])
+
+    def _claimed(self, name: str, path: Path, key: str, kinds: Sequence[str]) -> str:
+        """Return the name, which from now on is that of `path`. Raises ValueError where it is another's."""
+        if any(self.owners.setdefault((kind, name), path) != path for kind in kinds):
+            raise ValueError(f"{key}: two are called {name!r}; rename one of them.")
+        return name
 
 
 def _place_models(base: dict[str, Any], places: _Places, refusals: list[str]) -> None:

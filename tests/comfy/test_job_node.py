@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from graft.nodes.job import TrainingJob
 from graft.training.comfy import jobs
 from graft.training.job import compile_job
 
@@ -47,6 +49,18 @@ def test_the_node_trains_what_the_command_line_trains(execute, base, job):
     execute(prompt)
     wired = load_file(base / "output" / "loras" / "by_node.safetensors")
     assert whole.keys() == wired.keys() and all(torch.equal(whole[key], wired[key]) for key in whole)
+
+
+def test_regularisation_images_have_the_share_that_the_command_line_gives_them(base, job):
+    datasets = job["config"]["process"][0]["datasets"]
+    images(base / "input" / "regular")
+    datasets.append({"folder_path": "regular", "resolution": 64, "is_reg": True, "num_repeats": 10})
+    (base / "input" / "wired.yaml").write_text(json.dumps(job))
+    joined = TrainingJob.execute("wired.yaml").args[0]
+    visits = Counter()
+    for sample in joined.samples:
+        visits[sample.source] += sample.repeats
+    assert visits == {0: 20, 1: 20}
 
 
 @pytest.mark.parametrize(

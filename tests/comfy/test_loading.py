@@ -7,6 +7,7 @@ import struct
 import threading
 from pathlib import Path
 
+import comfy.supported_models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -76,6 +77,24 @@ def test_separate_files_load_as_the_checkpoint_does(base, checkpoints):
     assert vae.first_stage_model is not None and whole_vae.first_stage_model is not None
 
 
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [("SDXL", "STABLE_DIFFUSION"), ("FluxInpaint", "FLUX"), ("ZImage", "LUMINA2"), ("WAN21_I2V", "WAN")],
+)
+def test_text_encoder_files_are_loaded_as_the_models_own(config, kind):
+    assert loading.clip_type(getattr(comfy.supported_models, config)).name == kind
+
+
+def test_text_encoder_files_of_a_type_that_this_comfyui_lacks_are_told_by_their_weights():
+    newer = type("Flux2", (comfy.supported_models.Flux,), {})
+    assert loading.clip_type(newer).name in ("FLUX2", "STABLE_DIFFUSION")
+
+
+def test_text_encoder_files_of_unknown_models_are_refused_by_name():
+    with pytest.raises(ValueError, match="SVD_img2vid.*'from checkpoint'"):
+        loading.clip_type(comfy.supported_models.SVD_img2vid)
+
+
 def test_the_chosen_dtype_is_the_one_the_weights_have(checkpoints):
     path = "joint_blocks.0.x_block.attn.qkv"
     in_file = load_file(BASE)[f"model.diffusion_model.{path}.weight"]
@@ -109,6 +128,7 @@ def test_a_file_is_read_ahead_only_while_it_is_loaded(tmp_path):
 
 
 def test_the_demos_text_encoder_comes_with_its_base_and_with_no_full_size_model(checkpoints, monkeypatch):
+    embedded.register()
     assert embedded.with_text_encoder(embedded.BASE_MODEL, []) == [embedded.TEXT_ENCODER]
     (checkpoints / "large.safetensors").touch()
     assert embedded.with_text_encoder("large.safetensors", []) == []

@@ -61,6 +61,19 @@ def test_a_name_cannot_lead_out_with_dots(roots, name):
         resolve_dataset(name, roots)
 
 
+def test_two_folders_of_one_name_are_refused_rather_than_guessed(roots):
+    add(roots[0] / "photos", "d.png")
+    with pytest.raises(ValueError, match="'photos' is the name of .*input/photos and .*elsewhere/photos; "):
+        resolve_dataset("photos", roots)
+    assert resolve_dataset("photos/dogs", roots) == roots[1] / "dogs"
+
+
+def test_a_registered_folder_goes_before_a_folder_in_another_one(roots, tmp_path):
+    add(roots[1] / "reg", "a.png"), add(tmp_path / "reg", "b.png")
+    assert resolve_dataset("reg", [*roots, tmp_path / "reg"]) == tmp_path / "reg"
+    assert resolve_dataset("reg", roots) == roots[1] / "reg"
+
+
 def test_a_full_path_is_refused_with_the_lines_that_register_it(roots, tmp_path):
     with pytest.raises(ValueError, match="is a full path") as error:
         resolve_dataset(str(tmp_path / "private"), roots)

@@ -21,19 +21,43 @@ from .paths import listed, listed_file
 FROM_CHECKPOINT = "from checkpoint"
 
 CLIP_TYPES: Mapping[str, str] = {
-    "SD3": "SD3",
-    "Flux": "FLUX",
-    "FluxSchnell": "FLUX",
+    **dict.fromkeys(("SD15", "SD20", "SDXL", "SDXLRefiner", "AuraFlow"), "STABLE_DIFFUSION"),
+    **dict.fromkeys(("Anima", "ErnieImage"), "STABLE_DIFFUSION"),
+    "ACEStep": "ACE",
+    "ACEStep15": "ACE",
+    "Boogu": "BOOGU",
     "Chroma": "CHROMA",
-    "Lumina2": "LUMINA2",
-    "ZImage": "LUMINA2",
-    "QwenImage": "QWEN_IMAGE",
-    "HiDream": "HIDREAM",
+    "CogVideoX_T2V": "COGVIDEOX",
+    "CosmosT2IPredict2": "COSMOS",
+    "CosmosT2V": "COSMOS",
+    "Flux": "FLUX",
     "Flux2": "FLUX2",
+    "GenmoMochi": "MOCHI",
+    "HiDream": "HIDREAM",
+    "HunyuanDiT": "HUNYUAN_DIT",
+    "HunyuanImage21": "HUNYUAN_IMAGE",
+    "HunyuanVideo": "HUNYUAN_VIDEO",
+    "HunyuanVideo15": "HUNYUAN_VIDEO_15",
+    "Ideogram4": "IDEOGRAM4",
+    "JoyImage": "JOYIMAGE",
+    "Kandinsky5": "KANDINSKY5",
+    "Kandinsky5Image": "KANDINSKY5_IMAGE",
+    "Krea2": "KREA2",
+    "LTXV": "LTXV",
+    "Lens": "LENS",
+    "LongCatImage": "LONGCAT_IMAGE",
+    "Lumina2": "LUMINA2",
+    "MageFlow": "MAGE",
+    "Omnigen2": "OMNIGEN2",
+    "PixArtAlpha": "PIXART",
+    "PixelDiTT2I": "PIXELDIT",
+    "QwenImage": "QWEN_IMAGE",
+    "SD3": "SD3",
+    "StableAudio": "STABLE_AUDIO",
+    "Stable_Cascade_C": "STABLE_CASCADE",
+    "WAN21_T2V": "WAN",
 }
-"""Class of ComfyUI's model config -> CLIPType for its text encoder files; STABLE_DIFFUSION where it is not
-listed.
-"""
+"""Class of ComfyUI's model config, or the nearest it is made of -> CLIPType for its text encoder files."""
 
 
 def model_files() -> list[str]:
@@ -83,7 +107,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
             f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
         )
     if text_encoders:
-        clip = _load_clip(text_encoders, type(patcher.model.model_config).__name__)
+        clip = _load_clip(text_encoders, type(patcher.model.model_config))
     if vae != FROM_CHECKPOINT:
         own_vae = _load_vae(vae)
     if clip is not None and not hasattr(clip, "tokenizer"):
@@ -141,14 +165,29 @@ def _load(names: str, what: str, load: Any) -> Any:
         ) from error
 
 
-def _load_clip(names: Sequence[str], config: str) -> Any:
+def clip_type(config: type) -> Any:
+    """Return the CLIPType of text encoder files for a class of ComfyUI's model configs.
+
+    A ComfyUI that lacks it tells these encoders by their weights alone. Raises ValueError for other classes:
+    another type would give other encodings than the model is sampled with.
+    """
+    found = [CLIP_TYPES[base.__name__] for base in config.__mro__ if base.__name__ in CLIP_TYPES]
+    if not found:
+        raise ValueError(
+            f"{config.__name__}: Load Base Model does not know how its text encoders are loaded. Leave them "
+            f"at {FROM_CHECKPOINT!r} here, and load them with ComfyUI's own loader."
+        )
+    return getattr(comfy.sd.CLIPType, found[0], comfy.sd.CLIPType.STABLE_DIFFUSION)
+
+
+def _load_clip(names: Sequence[str], config: type) -> Any:
+    kind = clip_type(config)
     paths = [listed_file(("text_encoders",), name) for name in names]
     for path in paths:
         require_safetensors(path)
-    kind = getattr(comfy.sd.CLIPType, CLIP_TYPES.get(config, "STABLE_DIFFUSION"))
     return _load(
         ", ".join(names),
-        f"text encoders of {config}",
+        f"text encoders of {config.__name__}",
         lambda: comfy.sd.load_clip(
             [str(path) for path in paths], folder_paths.get_folder_paths("embeddings"), clip_type=kind
         ),

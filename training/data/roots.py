@@ -19,11 +19,11 @@ LOOKED_AT, OF_EACH = 20_000, 500
 
 
 def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
-    """Return the folder called `name` in the first of `roots` that has it.
+    """Return the folder called `name`, as `list_datasets` names it or else in any of `roots`.
 
-    A root can also be named itself, by its last part, since a registered folder is often the dataset. Raises
-    ValueError if the name is empty, absolute or holds "..", if its folder lies elsewhere (a link out of the
-    root) or if there is none; the message prints the lines that would register it.
+    Raises ValueError if the name is empty, absolute or holds "..", if its folder lies elsewhere (a link out
+    of the root) or if there is none; the message prints the lines that would register it. Two folders of one
+    name are refused too.
     """
     parts = PurePosixPath(name.strip().replace("\\", "/")).parts
     if not parts or "\0" in name:
@@ -36,15 +36,26 @@ def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
         raise ValueError(
             f"dataset {name!r} leads out of its folder with '..'. {_how_to_register(None, roots)}"
         )
-    for root in map(Path, roots):
-        for folder in [root.joinpath(*parts)] + [root.joinpath(*parts[1:])] * (root.name == parts[0]):
-            if folder.is_dir():
-                _require_inside(folder, root, name, roots)
-                return folder
+    for places in _places(parts, [Path(root) for root in roots]):
+        there = {os.path.realpath(folder): (folder, root) for folder, root in places if folder.is_dir()}
+        if len(there) > 1:
+            folders = " and ".join(str(folder) for folder, _ in there.values())
+            raise ValueError(f"dataset {name!r} is the name of {folders}; rename one of them.")
+        for folder, root in there.values():
+            _require_inside(folder, root, name, roots)
+            return folder
     known = ", ".join(list_datasets(roots)[:20]) or "none"
     raise ValueError(
         f"dataset {name!r} not found. Folders there are: {known}. {_how_to_register(None, roots)}"
     )
+
+
+def _places(parts: tuple[str, ...], roots: Sequence[Path]) -> Iterator[list[tuple[Path, Path]]]:
+    """Yield the (folder, root) that a name in the menu may mean, then those of looser names."""
+    beside = [(root.joinpath(*parts), root) for root in roots]
+    named = [(root.joinpath(*parts[1:]), root) for root in roots if root.name == parts[0]]
+    yield beside[:1] + [(folder, root) for folder, root in named if root != roots[0]]
+    yield beside[1:] + named
 
 
 def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -93,9 +93,9 @@ def files(job: Job, comfyui: Path, base: Path) -> list[str]:
         for kind, names in MODEL_FOLDERS.items()
     }
     if (comfyui / "input").is_dir():
-        own[DATASETS] = "\n".join(
-            str(folder) for folder in sorted((comfyui / "input").iterdir()) if folder.is_dir()
-        )
+        taken = {folder.name for folder in job.folders.get(DATASETS, ())}
+        others = sorted(folder for folder in (comfyui / "input").iterdir() if folder.name not in taken)
+        own[DATASETS] = "\n".join(str(folder) for folder in others if folder.is_dir())
     paths = base / "model_paths.yaml"  # JSON is YAML, whatever is in a path
     paths.write_text(json.dumps({**model_paths(job), "comfyui": own}), encoding="utf-8")
     return ["--extra-model-paths-config", str(paths)]
