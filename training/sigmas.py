@@ -68,9 +68,12 @@ def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
     """Return the shift for images of `tokens` tokens: the setting's or the family's, adapted to the size
     where asked.
 
-    A shift that was set by hand is only adapted when `resolution_shift` was set by hand too.
+    A shift that was set by hand is only adapted when `resolution_shift` was set by hand too. The levels of
+    "schedule" are the model's own, shifted already: the family's shift is not added.
     """
     rule: str = config.resolution_shift
+    if config.sigmas == "schedule" and not config.shift and rule == "auto":
+        return 1.0
     if rule == "auto":
         rule = "none" if config.shift else family.resolution_shift
     return RESOLUTION_SHIFTS[rule](config.shift or family.shift, tokens)

@@ -15,7 +15,9 @@ from graft.tests import dynamic_vram
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.training.adapters import build_adapters, select
 from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.notes import run_notes
 from graft.training.comfy.starting import first_state, summary
+from graft.training.config import TrainConfig
 
 from .test_training import sd3_state_dict
 
@@ -63,6 +65,19 @@ def test_the_node_shows_layers_and_trained_parameters(model):
     chosen = select(denoiser.specs, denoiser.family, config)
     count = sum(8 * (spec.shape[0] + spec.shape[1]) for spec in chosen.values())
     assert text == f"SD3.5 Medium: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
+
+
+def test_patterns_that_match_no_layer_are_named(model):
+    config, text = built(model=model, exclude="*single_transformer_blocks.0*\n*x_block.attn.proj")
+    assert (
+        "exclude: '*single_transformer_blocks.0*' matches no layer" in text and text.count("matches no") == 1
+    )
+    rules = LoraSettings.execute(config, "*nowhere* = 0.5", "*attn* = 4", "", "").result[0]
+    denoiser = ComfyDenoiser(model)
+    notes = run_notes(denoiser, TrainConfig(adapter=rules), denoiser.family, 10)
+    assert [note.split(" matches")[0] for note in notes] == [
+        "exclude: '*single_transformer_blocks.0*'", "learning rates: '*nowhere*'",
+    ]  # fmt: skip
 
 
 def test_pissa_counts_what_is_trained_and_not_its_start(model):

@@ -19,7 +19,7 @@ from .loha import LoHa
 from .lokr import LoKr
 from .lora import LoRA
 from .pissa import PiSSA
-from .select import first_match, for_layer, matches, select
+from .select import first_match, for_layer, idle_patterns, matches, select
 
 ADAPTERS: Mapping[str, type[Adapter]] = {"lora": LoRA, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
 """By `AdapterConfig.algorithm`."""
@@ -150,6 +150,7 @@ __all__ = [
     "build_adapters",
     "draws",
     "for_layer",
+    "idle_patterns",
     "initialise",
     "limit_norms",
     "lr_scales",

@@ -58,6 +58,24 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
     return chosen
 
 
+def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> list[str]:
+    """Return a sentence for every pattern of the settings that matches no layer, and so does nothing.
+
+    Raises ValueError as `select` does.
+    """
+    # A LoRA file that training starts from brings layers of its own.
+    trained = specs if config.start_from else select(specs, family, config)
+    rules = {"algorithms": config.algorithms, "ranks": config.ranks, "alphas": config.alphas}
+    used = [(name, pattern, specs) for name in ("include", "exclude") for pattern in getattr(config, name)]
+    for name, pairs in {**rules, "learning rates": config.lrs}.items():
+        used += [(name, pattern, trained) for pattern, _ in pairs]
+    return [
+        f"{name}: {pattern!r} matches no layer and changes nothing; a layer is called {next(iter(layers))}."
+        for name, pattern, layers in used
+        if not any(matches(path, (pattern,)) for path in layers)
+    ]
+
+
 def _apart(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:
     """Return the layers of the diffusion model, which presets choose from, and those of text encoders."""
     network = {path: spec for path, spec in specs.items() if not is_text(path)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..adapters import idle_patterns
 from ..config import TrainConfig
 from ..family import Family, family_of
 from ..optimizer import optimizer_notes
@@ -54,6 +55,7 @@ def run_notes(
             f"{family.name} was made for pictures of about {made_for} px and is trained at {side:.0f}, where "
             f"it tends to draw things twice; {made_for} is the resolution to set in Load Dataset."
         )
+    found += idle_patterns(denoiser.specs, denoiser.family, config.adapter)
     found += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
     return found + shift_notes(config.objective)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..adapters import build_adapters, needs_base, select
+from ..adapters import build_adapters, idle_patterns, needs_base, select
 from ..checkpoint import StateHandle, save_state
 from ..config import AdapterConfig, digest
 from ..lora_file import LoraFile, read_lora
@@ -88,6 +88,8 @@ def summary(denoiser: ComfyDenoiser, config: AdapterConfig) -> str:
         lines.append(f"{len(start.matched.layers)} layers start from {config.start_from}, {fresh} fresh")
         lines.append(f"{config.algorithm}, rank {config.rank}, alpha {config.effective_alpha:g}")
         lines += not_trained(start)
+    if not config.text_encoder:  # whose layers are not known here
+        lines += idle_patterns(denoiser.specs, denoiser.family, config)
     with torch.device("meta"):
         adapters = build_adapters(chosen, config)
     count = sum(p.numel() for a in adapters.values() for p in a.parameters() if p.requires_grad)
