@@ -106,8 +106,9 @@ def family_of(
     """
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
     family = FAMILIES.get(row, GENERIC)
-    words = [word for word in DISTILLED if re.search(rf"(?<![a-z]){word}(?![a-z])", file.lower())]
-    return replace(family, notes=family.notes or (_distilled(words[0]),), cfg=1.0) if words else family
+    words = re.sub(r"(?<=[a-z\d])(?=[A-Z])", " ", file).lower()  # also those of "sdxlTurbo"
+    found = re.search(rf"(?<![a-z])({'|'.join(DISTILLED)})(?![a-z])", words)
+    return replace(family, notes=family.notes or (_distilled(found[1]),), cfg=1.0) if found else family
 
 
 TEXT = "text_encoders."
@@ -124,7 +125,10 @@ def family_named(name: str) -> Family:
     return next((family for family in FAMILIES.values() if family.name == name), GENERIC)
 
 
-DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lcm", "dmd", "flash")
+DISTILLED = (
+    *("schnell", "turbo", "lightning", "hyper(?! ?real)", "lcm", "dmd", "flash"),
+    "klein(?!.*base)",
+)
 """What the file names of models distilled to a few steps say; the weights themselves do not tell."""
 
 
@@ -236,6 +240,16 @@ _FLUX = Family(
     implementation="https://github.com/black-forest-labs/flux",
     export="flux",
 )
+_FLUX2 = replace(
+    _FLUX,
+    name="Flux.2",
+    architecture="flux-2-dev",
+    base_model="flux2",
+    patch=1,
+    key_prefix="",
+    network_module="networks.lora",
+    export="",
+)
 _LUMINA2 = Family(
     name="Lumina 2",
     architecture="lumina-2",
@@ -260,8 +274,8 @@ FAMILIES: Mapping[str, Family] = {
     "SDXL": _SDXL,
     "SSD1B": replace(_SDXL, name="SSD-1B"),
     "Segmind_Vega": replace(_SDXL, name="Segmind Vega"),
-    "KOALA_700M": replace(_SDXL, name="KOALA 700M"),
-    "KOALA_1B": replace(_SDXL, name="KOALA 1B"),
+    "KOALA_700M": replace(_SDXL, name="KOALA 700M", export=""),
+    "KOALA_1B": replace(_SDXL, name="KOALA 1B", export=""),
     "SDXLRefiner": replace(
         _SDXL,
         name="SDXL Refiner",
@@ -290,16 +304,8 @@ FAMILIES: Mapping[str, Family] = {
         guidance=None,
         notes=(_distilled("schnell"),),
     ),
-    "Flux2": replace(
-        _FLUX,
-        name="Flux.2",
-        architecture="flux-2-dev",
-        base_model="flux2",
-        patch=1,
-        key_prefix="",
-        network_module="networks.lora",
-        export="",
-    ),
+    "Flux2": _FLUX2,
+    "Flux2Klein": replace(_FLUX2, name="Flux.2 Klein", architecture="flux-2-klein", guidance=None, cfg=4.0),
     "Chroma": replace(
         _FLUX,
         name="Chroma",
@@ -351,5 +357,10 @@ def _sd3_variant(unet_config: Mapping[str, Any]) -> str:
     return "SD35Large" if unet_config.get("qk_norm") else "SD3"
 
 
-VARIANTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"SD3": _sd3_variant}
+def _flux2_variant(unet_config: Mapping[str, Any]) -> str:
+    """Klein alone has no input for guidance."""
+    return "Flux2" if unet_config.get("guidance_embed", True) else "Flux2Klein"
+
+
+VARIANTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"SD3": _sd3_variant, "Flux2": _flux2_variant}
 """ComfyUI config classes that hold several models: unet_config -> row of FAMILIES."""

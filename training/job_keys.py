@@ -208,8 +208,8 @@ SAMPLER_NAMES = {
 CAPTIONS = {"txt": "txt", ".txt": "txt", "caption": "caption", ".caption": "caption", "json": "json"}
 ARCHITECTURES = {
     "sd1": "SD15", "sd15": "SD15", "sd2": "SD20", "sdxl": "SDXL", "ssd": "SSD1B", "vega": "Segmind_Vega",
-    "sd3": "SD3", "flux": "Flux", "flex1": "Flux", "flux2": "Flux2", "flux2_klein_4b": "Flux2",
-    "flux2_klein_9b": "Flux2", "chroma": "Chroma", "lumina2": "Lumina2", "zimage": "ZImage",
+    "sd3": "SD3", "flux": "Flux", "flex1": "Flux", "flux2": "Flux2", "flux2_klein_4b": "Flux2Klein",
+    "flux2_klein_9b": "Flux2Klein", "chroma": "Chroma", "lumina2": "Lumina2", "zimage": "ZImage",
     "qwen_image": "QwenImage", "hidream": "HiDream",
 }  # fmt: skip
 """model.arch -> row of FAMILIES."""

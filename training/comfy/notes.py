@@ -38,7 +38,7 @@ def run_notes(
     `family` is that of its base's file; `sizes` are those of the pictures, (width, height) in pixels.
     """
     patches = denoiser.patcher.patches
-    found = [] if patches else [f"{family.name}: {note}" for note in family.notes]
+    found = [f"{family.name}: {note}" for note in family.notes]
     if patches:
         found.append(
             f"the incoming MODEL carries patches on {len(patches)} weights (a LoRA loaded before): they "

@@ -1,0 +1,46 @@
+"""A family is told by what ComfyUI detected, and a distilled model by its file's name."""
+
+import pytest
+
+from graft.training.family import FAMILIES, family_of
+from graft.training.formats import to_diffusers
+from graft.training.tools.names import export_family
+
+
+def test_klein_has_no_input_for_guidance_and_is_drawn_with_a_scale():
+    dev, klein = (family_of("Flux2", {"guidance_embed": embed}) for embed in (True, False))
+    assert (dev.name, dev.guidance, dev.cfg) == ("Flux.2", 1.0, 1.0)
+    assert (klein.name, klein.guidance, klein.cfg) == ("Flux.2 Klein", None, 4.0)
+    assert klein.architecture == "flux-2-klein"
+
+
+@pytest.mark.parametrize(
+    ("file", "word"),
+    [
+        ("sd3.5_large_turbo", "turbo"),
+        ("dreamshaperXL_v21TurboDPMSDE", "turbo"),
+        ("sdxlTurbo", "turbo"),
+        ("juggernautXL_v50LightningBakedvae", "lightning"),
+        ("dreamshaper_8LCM", "lcm"),
+        ("Hyper-SDXL-8steps", "hyper"),
+        ("flux-2-klein-4b-fp8", "klein"),
+    ],
+)
+def test_a_file_named_like_a_distilled_model_is_drawn_without_guidance(file, word):
+    family = family_of("SDXL", file=f"models/{file}.safetensors")
+    assert family.cfg == 1.0 and f"({word})" in family.notes[0]
+
+
+@pytest.mark.parametrize(
+    "file", ["HyperRealistic_XL", "hyperrealism", "turbulence", "flux-2-klein-base-4b", "XLCMix", "plain"]
+)
+def test_other_names_say_nothing(file):
+    assert family_of("SDXL", file=f"{file}.safetensors") == FAMILIES["SDXL"]
+
+
+@pytest.mark.parametrize("row", ["KOALA_700M", "KOALA_1B"])
+def test_koala_has_no_diffusers_names_here(row):
+    with pytest.raises(ValueError, match="KOALA .* has no diffusers names here"):
+        to_diffusers({}, FAMILIES[row])
+    assert export_family({"input_blocks.1.0.in_layers.2": (), "input_blocks.2.0.op": ()}) is None
+    assert export_family({"input_blocks.1.0.in_layers.2": (), "input_blocks.3.0.op": ()}) is not None
