@@ -13,7 +13,7 @@ from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.encoder import ComfyEncoder
 from ..training.comfy.session import progress_bar
 from ..training.data.config import DatasetConfig, ValidationConfig
-from .sockets import Dataset, DatasetSettings, encoded, schema
+from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
 from .widgets import lines
 
 
@@ -183,7 +183,7 @@ class JoinDatasets(io.ComfyNode):
 
     @classmethod
     def execute(cls, shares: str = "", **datasets: Any) -> io.NodeOutput:
-        connected = [datasets[name] for name in sorted(datasets) if datasets[name] is not None]
+        connected = [pictures(d, name) for name, d in sorted(datasets.items()) if d is not None]
         joined = data.join(connected, shares=_shares(shares))
         return io.NodeOutput(joined, ui={"text": [data.summary(joined)]})
 
@@ -214,7 +214,7 @@ class PreviewDataset(io.ComfyNode):
 
     @classmethod
     def execute(cls, dataset: Any, model: Any, count: int) -> io.NodeOutput:
-        sheet = data.preview(dataset, step=ComfyDenoiser(model).family.bucket_step, count=count)
+        sheet = data.preview(pictures(dataset), step=ComfyDenoiser(model).family.bucket_step, count=count)
         return io.NodeOutput(sheet, data.summary(dataset))
 
 
@@ -246,7 +246,11 @@ class EncodeDataset(io.ComfyNode):
         encoder = ComfyEncoder(vae, clip, ComfyDenoiser(model).family)
         with progress_bar() as on_progress:
             encoded = data.encode(
-                dataset, encoder, paths.cache_folder(), recache=encode_again, on_progress=on_progress
+                pictures(dataset),
+                encoder,
+                paths.cache_folder(),
+                recache=encode_again,
+                on_progress=on_progress,
             )
         return io.NodeOutput(encoded, ui={"text": [data.report(encoded)]})
 

@@ -37,6 +37,13 @@ def encoded(dataset: Any, name: str = "dataset") -> Any:
     return dataset
 
 
+def pictures(dataset: Any, name: str = "dataset") -> Any:
+    """Return input `name`, a dataset of pictures, as it is. Raises ValueError for an encoded one."""
+    if hasattr(dataset, "largest_batch"):
+        raise ValueError(f"{name}: these pictures are encoded already; connect what Encode Dataset got.")
+    return dataset
+
+
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
     """What travels as GRAFT_VALIDATION: the images, and when to measure them."""

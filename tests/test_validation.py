@@ -11,7 +11,7 @@ import torch
 from graft.training import loop, objective, rng
 from graft.training.config import CheckpointConfig, ValidationConfig
 from graft.training.loop import initial_state, train
-from graft.training.run import Run, execute
+from graft.training.run import Run, execute, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
 from .test_laws import CONFIG, assert_same
@@ -143,6 +143,38 @@ def test_a_run_that_ended_early_costs_no_step_and_hands_on_its_best(scripted, tm
     handle = go(on_step=lambda p: scripted.append(p.step))
     assert handle.step == 3 and scripted[-1] == 6
     assert go(on_step=scripted.append) == handle and scripted[-1] == 6
+
+
+def test_a_run_that_only_got_worse_than_its_start_hands_the_start_on(scripted, tmp_path):
+    best = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1, result="best"))
+    go = partial(
+        execute, denoiser=TinyDenoiser(), dataset=TinyDataset(), config=best, validation=TinySamples()
+    )
+    first = go(Run(tmp_path / "a"), start=None, steps=4, on_step=lambda p: scripted.append(p.step))
+    assert first.step == 3
+    second = go(Run(tmp_path / "b"), start=first, steps=2, on_step=lambda p: scripted.append(p.step))
+    assert second == first and scripted[-1] == 5
+    longer = go(Run(tmp_path / "b"), start=first, steps=3, on_step=lambda p: scripted.append(p.step))
+    assert longer.step == 6
+
+
+def test_losses_on_other_images_do_not_count():
+    other = TinySamples(2)
+    other.fingerprint = "other"
+    config = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1))
+    state = validated(2)
+    go = partial(train, TinyDenoiser(), TinyDataset(), config, state, steps=1)
+    same, others = go(validation=TinySamples()).validations, go(validation=other).validations
+    assert [step for step, _ in same] == [step for step, _ in others] == [2, 3]
+    assert same[0] == state.validations[0] != others[0]
+
+
+def test_another_choice_of_the_result_is_the_same_run():
+    keys = {
+        run_key(TinyDenoiser(), TinyDataset(), dataclasses.replace(CONFIG, validation=v), None, TinySamples())
+        for v in (ValidationConfig(every=1), ValidationConfig(every=1, result="best"))
+    }
+    assert len(keys) == 1
 
 
 def test_validation_needs_images_and_patience_needs_validation():

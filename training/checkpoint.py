@@ -118,6 +118,7 @@ def load_state(folder: Path) -> TrainState:
             notes=values["notes"],
             ema=_under("ema/", tensors),
             validations=tuple((int(step), float(loss)) for step, loss in values["validations"]),
+            validated_on=values.get("validated_on", ""),
             loss_scale=LossScale(**values["loss_scale"]) if values["loss_scale"] else None,
         )
     except (OSError, SafetensorError, KeyError, TypeError) as error:
@@ -208,6 +209,7 @@ def _values(state: TrainState) -> dict[str, Any]:
         "family": state.family,
         "notes": dict(state.notes),
         "validations": [list(entry) for entry in state.validations],
+        "validated_on": state.validated_on,
         "loss_scale": to_dict(state.loss_scale) if state.loss_scale else None,
     }
 

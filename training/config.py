@@ -117,6 +117,11 @@ class AdapterConfig:
             f"init {self.init!r} is for LoRA; set algorithm to 'lora' or init to 'default'.",
         )
         require(
+            self.init != "pissa" or not (self.max_norm or self.tucker),
+            "PiSSA starts from the base's largest components and knows neither max_norm nor tucker: set them "
+            "to 0 and off, or init to 'default'.",
+        )
+        require(
             self.factor == -1 or self.factor >= 2,
             f"factor must be at least 2, or -1 to divide the weight evenly; got {self.factor}.",
         )

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import distributed, objective
 from .adapters import build_adapters, draws, initialise, named_parameters, needs_base, select
-from .config import TrainConfig, ValidationConfig
+from .config import TrainConfig, ValidationConfig, digest
 from .coverage import Coverage
 from .memory.placement import Placement
 from .memory.plan import budget_of, fitting
@@ -105,6 +105,7 @@ def train(
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
+    start = comparable(start, config.validation, validation)
     if is_over(config.validation, start.validations):
         return start
     work = Work(denoiser, config, start, notes)
@@ -228,6 +229,17 @@ def measure(denoiser: Denoiser, samples: Samples | None, work: Work) -> float | 
         value = distributed.share(held_out_loss(denoiser, samples, limit=limit))
     work.validations.append((work.step, value))
     return value
+
+
+def comparable(state: TrainState, config: ValidationConfig, samples: Samples | None) -> TrainState:
+    """Return the state without losses on other held-out images than those it will be measured on."""
+    if samples is None or not config.every:
+        return state
+    images = digest(samples.fingerprint, config.limit)
+    if state.validated_on == images:
+        return state
+    validations = () if state.validated_on else state.validations  # of an older state, which does not say
+    return replace(state, validations=validations, validated_on=images)
 
 
 def is_over(config: ValidationConfig, validations: Sequence[tuple[int, float]]) -> bool:

@@ -104,7 +104,8 @@ def run_key(
 ) -> str:
     """Return 16 hex digits: equal keys mean that one run passes through the states of the other."""
     held_out = [validation.fingerprint] if validation is not None else []
-    config = replace(config, memory=config.memory.deciding())
+    validation_config = replace(config.validation, result="last")  # another choice of the same states
+    config = replace(config, memory=config.memory.deciding(), validation=validation_config)
     return digest(config, dataset.fingerprint, denoiser.fingerprint, start.digest if start else "", *held_out)
 
 
@@ -144,7 +145,7 @@ def execute(
         if newest and newest.step == target:
             log.info("Graft: step %d of this run is already trained; nothing to do.", target)
             distributed.share(None)
-            return hand_on(run, newest, config)
+            return hand_on(run, newest, start, config)
         if newest:
             log.info("Graft: resuming at step %d of %d.", newest.step, target)
         resume = newest or start
@@ -172,7 +173,7 @@ def execute(
             saved = watch.save()
         reached = saved or resume
         assert reached is not None, "a fresh run ends after at least one step"
-        return hand_on(run, reached, config)
+        return hand_on(run, reached, start, config)
 
 
 def follow(
@@ -234,19 +235,23 @@ def states_up_to(handle: StateHandle) -> list[StateHandle]:
     return [*found, handle]
 
 
-def best(run: Run, handle: StateHandle) -> StateHandle:
-    """Return the state with the lowest validation loss on the way to `handle`, or `handle` itself without
-    one."""
+def best(run: Run, handle: StateHandle, start: StateHandle | None) -> StateHandle:
+    """Return the state with the lowest validation loss on the way to `handle`, which may lie before the run's
+    start; `handle` itself without one."""
     validations = read_values(handle.path)["validations"]
+    step = best_step(validations)
+    if start and validations and step == start.step:
+        return start
+    before = run_of(start) if start and step < start.step else None
     with suppress(ValueError):
-        return open_state(run.checkpoint(best_step(validations)))
+        return open_state((before or run).checkpoint(step))
     return handle
 
 
-def hand_on(run: Run, handle: StateHandle, config: TrainConfig) -> StateHandle:
+def hand_on(run: Run, handle: StateHandle, start: StateHandle | None, config: TrainConfig) -> StateHandle:
     """Return the state that the run's end hands on, marked so that no later run of this folder removes it."""
     if config.validation.result == "best":
-        handle = best(run, handle)
+        handle = best(run, handle, start)
     with suppress(OSError):  # a disk without room for an empty file; the state itself is there
         (handle.path / KEPT).touch()
     if distributed.world() > 1:

@@ -75,6 +75,8 @@ class TrainState:
     """Moving average of `weights`, by the same names; empty when the run keeps none."""
     validations: tuple[tuple[int, float], ...] = ()
     """(step, loss on the held-out images) of every measurement."""
+    validated_on: str = ""
+    """Fingerprint of these images: losses on others do not compare."""
     loss_scale: LossScale | None = None
     """Of fp16 runs."""
 

@@ -149,6 +149,8 @@ def test_an_unknown_method_is_refused():
         ({"lrs": (("*", 0.0),)}, "learning-rate ratio must be above 0"),
         ({"init": "loftq"}, "choose one of default, gaussian, pissa"),
         ({"init": "pissa", "algorithm": "loha"}, "is for LoRA"),
+        ({"init": "pissa", "max_norm": 1.0}, "PiSSA .* knows neither max_norm"),
+        ({"init": "pissa", "tucker": True}, "PiSSA .* nor tucker"),
         ({"factor": 1}, "factor must be at least 2"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from graft.nodes.dataset import JoinDatasets, PreviewDataset
 from graft.nodes.settings import ValidationSettings
 from graft.nodes.tools import MemoryPlan, ValidationLoss
 from graft.tests.comfy.tiny_models import TINY
@@ -34,6 +35,13 @@ def test_a_model_that_cannot_be_foreseen_says_so(monkeypatch):
     )
     with pytest.raises(ValueError, match="cannot be foreseen .* starts with the fastest plan"):
         MemoryPlan.execute(model, Encoded(), AdapterConfig(rank=4), 2)
+
+
+def test_pictures_that_are_encoded_already_are_refused_by_the_inputs_name():
+    with pytest.raises(ValueError, match="^dataset_2: these pictures are encoded already"):
+        JoinDatasets.execute(dataset_1=object(), dataset_2=Encoded())
+    with pytest.raises(ValueError, match="^dataset: these pictures are encoded already"):
+        PreviewDataset.execute(Encoded(), TINY["sd3"](), 4)
 
 
 def test_pictures_that_are_not_encoded_are_refused_by_the_inputs_name():

@@ -37,6 +37,9 @@ def test_masks_and_transparency_arrive(tmp_path):
     masks[:, :, 48:] = 1
     batch = encode(from_images(TWO, ["x"], masks, SMALL), FakeEncoder(), tmp_path).batch(2, seed=0, index=0)
     assert batch.masks[0, 0, 0, 0] == 0 and batch.masks[0, 0, 0, -1] == 1
+    off = replace(SMALL, mask=MaskConfig(source="off"))
+    whole = encode(from_images(TWO, ["x"], masks, off), FakeEncoder(), tmp_path).batch(2, seed=0, index=0)
+    assert whole.masks is None
     clear = torch.cat([TWO, masks[..., None]], dim=-1)
     config = replace(SMALL, mask=MaskConfig(source="alpha"))
     encode(from_images(clear, ["x"], config=config), encoder := FakeEncoder(), tmp_path)

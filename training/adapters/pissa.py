@@ -10,7 +10,6 @@ original base.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -30,7 +29,7 @@ class PiSSA(LoRA):
     is_two_factors = False
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
-        super().__init__(spec, dataclasses.replace(config, tucker=False))
+        super().__init__(spec, config)
         self.down0 = nn.Parameter(torch.empty_like(self.down), requires_grad=False)
         self.up0 = nn.Parameter(torch.empty_like(self.up), requires_grad=False)
 

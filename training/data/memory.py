@@ -22,11 +22,13 @@ def from_images(
 ) -> ImageSet:
     """Make a dataset of images (B, H, W, 3 or 4) in 0..1, or of several such batches of different sizes.
 
-    `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the picture counts.
+    `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the picture counts, and
+    are left aside where the settings take none, or the pictures' transparency.
     Raises ValueError if the numbers do not match, an image is empty or too small, or a caption is missing.
     """
     config = config or DatasetConfig()
     pixels = _rows([images] if isinstance(images, Tensor) else images, 4)
+    masks = masks if config.mask.source in ("file", "auto") else None
     weights = _rows([masks] if isinstance(masks, Tensor) else masks or [], 3)
     texts = list(captions) * len(pixels) if len(captions) == 1 else list(captions)
     if not pixels:
