@@ -120,6 +120,22 @@ def test_processes_that_fail_are_quoted(processes, tmp_path):
 
 
 @posix
+def test_what_the_processes_end_with_is_quoted_alone(processes, tmp_path):
+    processes("echo graft worker: no room; echo graft worker: no room; seq 30; exit 3")
+    with pytest.raises(ValueError, match="last words:\ngraft worker: no room$"):
+        train(tmp_path)
+
+
+@posix
+def test_an_error_that_nobody_expected_is_quoted_without_what_torchrun_adds(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "LAUNCH", tmp_path / "launch.py")
+    workers.LAUNCH.write_text("raise RuntimeError('no such device')")
+    with pytest.raises(ValueError, match="RuntimeError: no such device") as error:
+        train(tmp_path)
+    assert "failed (exitcode: 1)" in str(error.value) and "ChildFailedError" not in str(error.value)
+
+
+@posix
 def test_cancel_asks_the_processes_to_save_and_end(processes, tmp_path, monkeypatch):
     processes(
         f"trap 'touch {tmp_path}/saved; exit 1' TERM; touch {tmp_path}/there; while :; do sleep 0.1; done"

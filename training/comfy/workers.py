@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ LAUNCH = Path(__file__).resolve().parents[1] / "headless" / "launch.py"
 POLL_SECONDS = 0.2
 GRACE = 60.0
 """Seconds that the processes get to finish their step and save."""
+TORCHRUN = re.compile(r"^Traceback .*\n.*_run_module_as_main", re.MULTILINE)
+"""How the traceback of a module starts that was started with -m; the processes are files."""
 
 
 def train(
@@ -56,12 +59,19 @@ def train(
         with words.open("wb") as output, _started(graph, node, count, output) as process:
             finished = _follow(run, process, on_step, last)
         if process.returncode and not finished:
-            said = "\n".join(words.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+            said = _errors_in(words.read_text(encoding="utf-8", errors="replace"))
             raise ValueError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
     reached = latest(run, first, last)
     if reached is None:
         raise ValueError("the run was finished before its first step.")
     return reached.step - first
+
+
+def _errors_in(words: str) -> str:
+    """Return the errors that the processes ended with, else their last lines: behind these torchrun adds its
+    own traceback and a table, neither of which says why."""
+    errors = dict.fromkeys(re.findall("graft worker: .*", words))
+    return "\n".join(errors or TORCHRUN.split(words)[0].splitlines()[-20:])
 
 
 def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, last: int) -> bool:
