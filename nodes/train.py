@@ -199,7 +199,7 @@ class TrainSteps(io.ComfyNode):
                     run, cls.hidden.prompt, cls.hidden.unique_id, gpus, first, first + steps, on_step
                 )
             handle = execute(
-                Run(folder, saving.config, saving.tensorboard),
+                Run(paths.own_folder(folder), saving.config, saving.tensorboard),
                 denoiser,
                 dataset,
                 config,

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from graft.tests.card import PRETENDED
-from graft.training.comfy import workers
+from graft.training import distributed
+from graft.training.comfy import paths, workers
 from graft.training.headless import launch
 from graft.training.job import compile_job
 from graft.training.run import Run
@@ -65,7 +66,9 @@ def test_torchrun_trains_a_job_file_as_one_process_does(alone, base, job, tmp_pa
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(load_file(tmp_path / "out" / "loras" / "job.safetensors"), alone) <= 1e-6
-    assert len(list((tmp_path / "out" / "graft").glob("job-*"))) == 1
+    (state,) = (tmp_path / "out" / "graft").glob("job-*/checkpoints/step-00000003")
+    written, handed_on = ((state / name).stat().st_mtime_ns for name in ("state.json", "kept"))
+    assert written <= handed_on, "a process other than rank 0 has written its copy here"
 
 
 @own_processes
@@ -80,6 +83,13 @@ def test_train_steps_starts_the_processes_itself(alone, execute, base, job, monk
             node["inputs"]["name"] = "by two"
     execute(prompt)
     assert difference(load_file(base / "output" / "loras" / "by two.safetensors"), alone) <= 1e-6
+
+
+def test_only_rank_0_writes_into_the_output_folder(monkeypatch):
+    runs = paths.graft_folder()
+    assert paths.own_folder(runs / "one") == runs / "one"
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    assert not paths.own_folder(runs / "one").is_relative_to(runs.parent)
 
 
 def test_new_lines_of_a_log_are_read_once_and_torn_ones_later(tmp_path):

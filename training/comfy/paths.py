@@ -7,6 +7,8 @@ from pathlib import Path
 
 import folder_paths
 
+from .. import distributed
+
 DATASET_ROOTS = "graft_datasets"
 """Key in extra_model_paths.yaml under which a person registers folders of training images."""
 
@@ -20,6 +22,15 @@ def dataset_roots() -> list[Path]:
 def graft_folder() -> Path:
     """Return output/graft, where runs and the cache live."""
     return Path(folder_paths.get_output_directory()) / "graft"
+
+
+def own_folder(folder: Path) -> Path:
+    """Return where this process writes what belongs into `folder` of output/graft: there, but for processes
+    that train along with rank 0. They read it only, and their copies go into ComfyUI's temporary folder.
+    """
+    if distributed.rank() == 0:
+        return folder
+    return Path(folder_paths.get_temp_directory()) / "graft" / folder.relative_to(graft_folder())
 
 
 def cache_folder() -> Path:

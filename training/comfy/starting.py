@@ -21,7 +21,7 @@ from ..tools.files import unmatched_lines
 from ..tools.merge import digest as contents
 from .denoiser import ComfyDenoiser
 from .lora_names import lora_names
-from .paths import graft_folder, listed_file
+from .paths import graft_folder, listed_file, own_folder
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def first_state(
         )
     state = TrainState(0, config, denoiser.fingerprint, weights, family=family.name)
     key = digest(config, denoiser.fingerprint, contents(start.file), seed)
-    handle = save_state(state, graft_folder() / "starts" / key)
+    handle = save_state(state, own_folder(graft_folder() / "starts" / key))
     return handle, not_trained(start)
 
 

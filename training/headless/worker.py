@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
         base = Path(scratch).resolve()
         prompt, options, extra = _task(args, comfyui, base)
         start_comfyui(comfyui, options)
-        keep_output_apart(base)
+        import folder_paths
+
+        folder_paths.set_temp_directory(str(base / "temp"))
         with together() as device:
             log.info("Graft: process %d of %d, on %s.", _place().rank + 1, _place().world, device)
             execute(Executor(prompt, extra), prompt, args.until)
@@ -114,23 +116,6 @@ def together() -> Iterator[Any]:
         return
     with distributed.joined(device):
         yield device
-
-
-def keep_output_apart(base: Path) -> None:
-    """Let processes other than rank 0 write into `base`; they share the cache of encoded images."""
-    import folder_paths
-
-    if _place().rank == 0:
-        return
-    shared = Path(folder_paths.get_output_directory()) / "graft" / "cache"
-    own = base / "output" / "graft" / "cache"
-    try:
-        for folder in (shared, own.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        own.symlink_to(shared, target_is_directory=True)
-    except OSError as error:
-        log.warning("Graft: process %d encodes images itself (%s).", _place().rank, error)
-    folder_paths.set_output_directory(str(base / "output"))
 
 
 def _task(
