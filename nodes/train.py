@@ -26,7 +26,7 @@ from ..training.config import (
 )
 from ..training.earlier import earlier_notes
 from ..training.metadata import run_metadata
-from ..training.run import Run, execute, ignore_start, run_key
+from ..training.run import Run, execute, handed_on, ignore_start, run_key
 from .sockets import (
     Checkpoints,
     Dataset,
@@ -155,10 +155,12 @@ class TrainSteps(io.ComfyNode):
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)
         saving = checkpoint_settings or Saving()
+        trained_before = workers.trained_before(cls.hidden.unique_id)
+        processes = gpus if trained_before else max(gpus, distributed.world())
         config = replace(
             chosen,
             batch_size=batch_size,
-            gradient_accumulation=chosen.gradient_accumulation * max(gpus, distributed.world()),
+            gradient_accumulation=chosen.gradient_accumulation * processes,
             seed=seed,
             adapter=resumed.load().adapter if resumed else adapter,
             optimizer=replace(chosen.optimizer, lr=learning_rate),
@@ -186,30 +188,33 @@ class TrainSteps(io.ComfyNode):
             node_id=cls.hidden.unique_id,
             metadata={"prompt": cls.hidden.prompt, **(cls.hidden.extra_pnginfo or {})},
         )
-        with session(
-            paths.run_name(folder),
-            first=first,
-            last=first + steps,
-            node_id=cls.hidden.unique_id,
-            workflow=_workflow_id(cls.hidden.extra_pnginfo),
-        ) as on_step:
-            if gpus > 1 and distributed.world() == 1:
-                run = Run(folder)
-                steps = workers.train(
-                    run, cls.hidden.prompt, cls.hidden.unique_id, gpus, first, first + steps, on_step
+        if trained_before:
+            handle = handed_on(Run(folder), resumed, first + steps, config)
+        else:
+            with session(
+                paths.run_name(folder),
+                first=first,
+                last=first + steps,
+                node_id=cls.hidden.unique_id,
+                workflow=_workflow_id(cls.hidden.extra_pnginfo),
+            ) as on_step:
+                if gpus > 1 and distributed.world() == 1:
+                    run = Run(folder)
+                    steps = workers.train(
+                        run, cls.hidden.prompt, cls.hidden.unique_id, gpus, first, first + steps, on_step
+                    )
+                handle = execute(
+                    Run(paths.own_folder(folder), saving.config, saving.tensorboard),
+                    denoiser,
+                    dataset,
+                    config,
+                    resumed,
+                    steps=steps,
+                    on_start=samples.on_start if samples else ignore_start,
+                    on_step=samples.following(on_step) if samples else on_step,
+                    notes=notes,
+                    validation=held_out.samples,
                 )
-            handle = execute(
-                Run(paths.own_folder(folder), saving.config, saving.tensorboard),
-                denoiser,
-                dataset,
-                config,
-                resumed,
-                steps=steps,
-                on_start=samples.on_start if samples else ignore_start,
-                on_step=samples.following(on_step) if samples else on_step,
-                notes=notes,
-                validation=held_out.samples,
-            )
         state = handle.load()
         patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)
         lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)

@@ -28,7 +28,7 @@ from graft.training.lock import locked
 from graft.training.log import read_log
 from graft.training.loop import STOP
 from graft.training.lora_file import lora_tensors
-from graft.training.run import DiskFull, Run, execute, run_key
+from graft.training.run import DiskFull, Run, execute, handed_on, run_key
 from graft.training.work import Work
 
 from .test_laws import CONFIG, assert_same
@@ -110,8 +110,14 @@ def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
 
 def test_finish_returns_the_last_step_and_queueing_again_goes_on(tmp_path):
     stop = go(tmp_path, 6, on_step=lambda progress: STOP if progress.step == 2 else None)
-    assert stop.step == 2
+    assert stop.step == 2 and handed_on(Run(tmp_path), None, 6, CONFIG) == stop
     assert_same(go(tmp_path, 6).load(), train_without_a_folder(steps=6))
+
+
+def test_a_run_that_was_deleted_hands_nothing_on(tmp_path):
+    stop = go(tmp_path, 2)
+    with pytest.raises(ValueError, match="no training state after step 2 here.* queue the graph again"):
+        handed_on(Run(tmp_path), stop, 4, CONFIG)
 
 
 def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path, monkeypatch, caplog):

@@ -11,7 +11,7 @@ import torch
 from graft.training import loop, objective, rng
 from graft.training.config import CheckpointConfig, ValidationConfig
 from graft.training.loop import initial_state, train
-from graft.training.run import Run, execute, run_key
+from graft.training.run import Run, execute, handed_on, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
 from .test_laws import CONFIG, assert_same
@@ -143,6 +143,7 @@ def test_a_run_that_ended_early_costs_no_step_and_hands_on_its_best(scripted, tm
     handle = go(on_step=lambda p: scripted.append(p.step))
     assert handle.step == 3 and scripted[-1] == 6
     assert go(on_step=scripted.append) == handle and scripted[-1] == 6
+    assert handed_on(run, None, 9, config) == handle
 
 
 def test_a_run_that_only_got_worse_than_its_start_hands_the_start_on(scripted, tmp_path):

@@ -248,10 +248,29 @@ def best(run: Run, handle: StateHandle, start: StateHandle | None) -> StateHandl
     return handle
 
 
+def handed_on(run: Run, start: StateHandle | None, last: int, config: TrainConfig) -> StateHandle:
+    """Return what a run from `start` to step `last` handed on, also one that was finished before `last`.
+
+    Raises ValueError when none of its states is there.
+    """
+    first = start.step if start else 0
+    found = latest(run, first, last)
+    if found is None:
+        raise ValueError(
+            f"{run.folder}: no training state after step {first} here, though this run was trained before. "
+            "If it was deleted, free ComfyUI's model and node cache and queue the graph again; it is then "
+            "trained anew."
+        )
+    return _result(run, found, start, config)
+
+
+def _result(run: Run, handle: StateHandle, start: StateHandle | None, config: TrainConfig) -> StateHandle:
+    return best(run, handle, start) if config.validation.result == "best" else handle
+
+
 def hand_on(run: Run, handle: StateHandle, start: StateHandle | None, config: TrainConfig) -> StateHandle:
     """Return the state that the run's end hands on, marked so that no later run of this folder removes it."""
-    if config.validation.result == "best":
-        handle = best(run, handle, start)
+    handle = _result(run, handle, start, config)
     with suppress(OSError):  # a disk without room for an empty file; the state itself is there
         (handle.path / KEPT).touch()
     if distributed.world() > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -15,10 +14,11 @@ from safetensors.torch import load_file
 
 from graft.tests.card import PRETENDED
 from graft.training import distributed
-from graft.training.comfy import paths, workers
+from graft.training.comfy import paths, session, workers
 from graft.training.headless import launch
 from graft.training.job import compile_job
-from graft.training.run import Run
+from graft.training.job_graph import NODES, of_kind
+from graft.training.run import Run, latest
 
 from .test_job import images, small
 
@@ -72,17 +72,41 @@ def test_torchrun_trains_a_job_file_as_one_process_does(alone, base, job, tmp_pa
 
 
 @own_processes
-def test_train_steps_starts_the_processes_itself(alone, execute, base, job, monkeypatch):
+def test_train_steps_starts_processes_that_go_on_from_what_this_one_trained(
+    alone, execute, base, job, monkeypatch
+):
+    """A step each: saved and loaded again, then ended by Finish, and then in two processes."""
     monkeypatch.setattr(sys, "argv", ["main.py", "--cpu", "--base-directory", str(base)])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    prompt = copy.deepcopy(compile_job(job, base / "input").prompt)
-    number = next(key for key, node in prompt.items() if node["class_type"] == "GraftTrainSteps")
-    prompt[number]["inputs"]["gpus"] = 2
-    for node in prompt.values():
-        if node["class_type"] == "GraftSaveLora":
-            node["inputs"]["name"] = "by two"
+    monkeypatch.setattr(
+        session, "_tell", lambda live: live.node == "finished" and session.request_finish(live.run)
+    )
+    prompt = compile_job(job, base / "input").prompt
+    number, save = (of_kind(prompt, kind)[0] for kind in ("GraftTrainSteps", "GraftSaveLora"))
+    steps = prompt.pop(number)
+    inputs = {**NODES["optimizer"].inputs, "gradient_accumulation": 2}
+    twice = {"class_type": "GraftOptimizerSettings", "inputs": inputs}
+
+    def train(**inputs):
+        return {**steps, "inputs": {**steps["inputs"], **inputs}}
+
+    first = train(steps=1, optimizer_settings=["twice", 0], name="first")
+    keep = {"class_type": "GraftSaveTrainingState", "inputs": {"state": ["first", 2], "name": "one step"}}
+    execute(
+        {key: prompt[key] for key in prompt if key != save} | {"twice": twice, "first": first, "keep": keep}
+    )
+    prompt |= {
+        "twice": twice,
+        "load": {"class_type": "GraftLoadTrainingState", "inputs": {"name": "one step"}},
+        "finished": train(steps=9, start=["load", 0], optimizer_settings=["twice", 0], name="second"),
+        number: train(steps=1, start=["finished", 2], name="third", gpus=2),
+    }
+    prompt[save]["inputs"]["name"] = "by two"
     execute(prompt)
     assert difference(load_file(base / "output" / "loras" / "by two.safetensors"), alone) <= 1e-6
+    for name, last in {"first": 1, "second": 2, "third": 3}.items():
+        runs = list((base / "output" / "graft").glob(f"{name}-*"))
+        assert [latest(Run(run), 0, 99).step for run in runs] == [last]
 
 
 def test_only_rank_0_writes_into_the_output_folder(monkeypatch):

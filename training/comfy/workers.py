@@ -1,7 +1,8 @@
 """Train Steps on several graphics cards of this machine: torchrun starts a process for each.
 
 They execute the graph that was queued, up to Train Steps (`graft worker`), and keep the run where this
-process finds it. What can be seen of it here is its log.
+process finds it. What can be seen of it here is its log. Train Steps before that one were trained here, and
+are only read there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ GRACE = 60.0
 """Seconds that the processes get to finish their step and save."""
 TORCHRUN = re.compile(r"^Traceback .*\n.*_run_module_as_main", re.MULTILINE)
 """How the traceback of a module starts that was started with -m; the processes are files."""
+
+_last: str | None = None
+"""In one of the processes, the Train Steps that they were started for."""
 
 
 def train(
@@ -65,6 +69,17 @@ def train(
     if reached is None:
         raise ValueError("the run was finished before its first step.")
     return reached.step - first
+
+
+def end_with(node: str | None) -> None:
+    """Have this process, one of several, end with a Train Steps; None: each one of the graph is trained."""
+    global _last
+    _last = node
+
+
+def trained_before(node: str | None) -> bool:
+    """Say whether this Train Steps was trained before the processes were started, for one behind it."""
+    return _last is not None and node != _last
 
 
 def _errors_in(words: str) -> str:

@@ -30,7 +30,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("job", type=Path, help="a job file (.yaml), or a graph in API format (.json)")
     parser.add_argument(
-        "--until", metavar="ID", help="end with this node; otherwise the whole graph is executed"
+        "--until",
+        metavar="ID",
+        help="end with this Train Steps, and read what those before it gave from their finished runs; "
+        "otherwise the whole graph is executed",
     )
     parser.add_argument(
         "--comfyui-options", default="[]", metavar="JSON", help="ComfyUI's own options for a .json graph"
@@ -56,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def execute(executor: Executor, prompt: Prompt, last: str | None) -> None:
-    """Execute a graph up to the node `last`, or all of it; rank 0's part is more than the others'."""
+    """Execute a graph up to the Train Steps `last`, or all of it; rank 0's part is more than the others'."""
     from .. import distributed
+    from ..comfy import workers
 
+    workers.end_with(last)
     encoders = of_kind(prompt, "GraftEncodeDataset")
     if _place().local_rank == 0 and encoders:
         executor.run(encoders)  # into the cache, where the others of this machine find it
