@@ -37,7 +37,7 @@ from .sockets import (
     encoded,
     schema,
 )
-from .widgets import lines, widget
+from .widgets import advanced, lines, widget
 
 
 class DatasetSettingsNode(io.ComfyNode):
@@ -269,13 +269,23 @@ class OptimizerSettings(io.ComfyNode):
                 widget(
                     OptimizerConfig, "d_coef", "Of prodigy: multiplies the rate it finds.", low=0.01, high=100
                 ),
+                *map(advanced, _moments()),
             ],
             outputs=[Optimizer.Output("optimizer_settings")],
         )
 
     @classmethod
     def execute(
-        cls, optimizer: str, schedule: str, ema_decay: float, gradient_accumulation: int, **w: Any
+        cls,
+        optimizer: str,
+        schedule: str,
+        ema_decay: float,
+        gradient_accumulation: int,
+        beta1: float = OptimizerConfig.betas[0],
+        beta2: float = OptimizerConfig.betas[1],
+        eps: float = OptimizerConfig.eps,
+        ema_power: float = EmaConfig.power,
+        **w: Any,
     ) -> io.NodeOutput:
         return io.NodeOutput(
             TrainConfig(
@@ -284,15 +294,41 @@ class OptimizerSettings(io.ComfyNode):
                     optimizer,
                     weight_decay=w["weight_decay"],
                     max_grad_norm=w["max_grad_norm"],
+                    betas=(beta1, beta2),
+                    eps=eps,
                     d_coef=w["d_coef"],
                     weights=w["weights"],
                 ),
                 schedule=ScheduleConfig(
                     schedule, w["warmup_steps"], floor=w["floor"], cycles=w["cycles"], power=w["power"]
                 ),
-                ema=EmaConfig(ema_decay),
+                ema=EmaConfig(ema_decay, ema_power),
             )
         )
+
+
+def _moments() -> list[Any]:
+    """Return the inputs for how long an optimizer and the moving average remember."""
+    first, second = OptimizerConfig.betas
+    remember = "Share of its running mean of the {} that a step keeps, in Adam, Lion and their like{}."
+    return [
+        io.Float.Input(
+            "beta1", default=first, min=0.0, max=0.9999, step=0.001, round=False, optional=True,
+            tooltip=remember.format("gradients", "; of sgd: the momentum"),
+        ),
+        io.Float.Input(
+            "beta2", default=second, min=0.0, max=0.99999, step=0.0001, round=False, optional=True,
+            tooltip=remember.format("squared gradients", ""),
+        ),
+        io.Float.Input(
+            "eps", default=OptimizerConfig.eps, min=1e-16, max=1.0, step=1e-9, round=False, optional=True,
+            tooltip="Of Adam and its like: added to what a step is divided by.",
+        ),
+        io.Float.Input(
+            "ema_power", default=EmaConfig.power, min=0.01, max=1.0, step=0.01, round=False, optional=True,
+            tooltip="How fast the moving average's memory grows to ema_decay.",
+        ),
+    ]  # fmt: skip
 
 
 class ObjectiveSettings(io.ComfyNode):

@@ -77,6 +77,8 @@ HONOURED = {
     "train.optimizer": ("adamw8bit", {"optimizer.optimizer": "adamw8bit"}),
     "train.optimizer_params.weight_decay": (0.1, {"optimizer.weight_decay": 0.1}),
     "train.optimizer_params.d_coef": (2, {"optimizer.d_coef": 2.0}),
+    "train.optimizer_params.betas": ([0.8, "0.95"], {"optimizer.beta1": 0.8, "optimizer.beta2": 0.95}),
+    "train.optimizer_params.eps": ("1e-6", {"optimizer.eps": 1e-6}),
     "train.lr": ("1e-4", {"train.learning_rate": 1e-4}),
     "train.lr_scheduler": ("cosine", {"optimizer.schedule": "cosine"}),
     "train.lr_scheduler_params.num_warmup_steps": (10, {"optimizer.warmup_steps": 10}),

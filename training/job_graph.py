@@ -10,6 +10,7 @@ from typing import Any
 from .config import (
     AdapterConfig,
     CheckpointConfig,
+    EmaConfig,
     MemoryConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -170,7 +171,8 @@ NODES: Mapping[str, Node] = {
             "weight_decay": _optimizer.weight_decay, "max_grad_norm": _optimizer.max_grad_norm,
             "gradient_accumulation": 1, "floor": _schedule.floor, "cycles": _schedule.cycles,
             "power": _schedule.power, "ema_decay": 0.0, "weights": _optimizer.weights,
-            "d_coef": _optimizer.d_coef,
+            "d_coef": _optimizer.d_coef, "beta1": _optimizer.betas[0], "beta2": _optimizer.betas[1],
+            "eps": _optimizer.eps, "ema_power": EmaConfig.power,
         },
     ),
     "objective": Node("GraftObjectiveSettings", "Objective Settings", to_dict(ObjectiveConfig())),

@@ -77,7 +77,7 @@ def number(value: Any, key: str) -> float:
 def whole(value: Any, key: str) -> int:
     """Return a whole number that is not negative."""
     found = number(value, key)
-    if found != int(found) or found < 0:
+    if not found.is_integer() or found < 0:
         raise ValueError(f"{key}: expected a whole number, 0 or more; found {value!r}.")
     return int(found)
 
@@ -119,6 +119,13 @@ def lines(value: Any, key: str) -> str:
 def sizes(value: Any, key: str) -> str:
     entries = value if isinstance(value, list) else [value]
     return ", ".join(str(whole(entry, key)) for entry in entries)
+
+
+def betas(value: Any, key: str) -> Settings:
+    """Set both of an optimizer's betas."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"{key}: expected two numbers, as [0.9, 0.99]; found {value!r}.")
+    return {f"optimizer.beta{i + 1}": number(beta, key) for i, beta in enumerate(value)}
 
 
 def containing(value: Any, key: str) -> str:
@@ -302,6 +309,8 @@ KEYS: Mapping[str, Read] = {
     "train.optimizer": to("optimizer.optimizer", one_of(OPTIMIZER_NAMES)),
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.d_coef": to("optimizer.d_coef", number),
+    "train.optimizer_params.betas": betas,
+    "train.optimizer_params.eps": to("optimizer.eps", number),
     "train.lr": to("train.learning_rate", number),
     "train.lr_scheduler": to("optimizer.schedule", one_of(SCHEDULE_NAMES)),
     "train.lr_scheduler_params.num_warmup_steps": to("optimizer.warmup_steps", whole),
