@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.config import CheckpointConfig, ValidationConfig
+from ..training.config import AdapterConfig, CheckpointConfig, ValidationConfig
 
 Dataset = io.Custom("GRAFT_DATASET")
 """Before Encode Dataset: which files, how captioned (ImageSet). After it: latents and conditioning
@@ -35,6 +35,16 @@ def encoded(dataset: Any, name: str = "dataset") -> Any:
     if not hasattr(dataset, "largest_batch"):
         raise ValueError(f"{name}: these pictures are not encoded; put Encode Dataset between.")
     return dataset
+
+
+def trained_clip(adapter: AdapterConfig, clip: Any) -> Any:
+    """Return CLIP where the LoRA has a text encoder part, else None. Raises ValueError where it lacks."""
+    if adapter.text_encoder and clip is None:
+        raise ValueError(
+            "clip: the LoRA has a text encoder part, so this node needs CLIP: connect the base's, or set "
+            "text_encoder to 0 in Build LoRA."
+        )
+    return clip if adapter.text_encoder else None
 
 
 def pictures(dataset: Any, name: str = "dataset") -> Any:

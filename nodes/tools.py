@@ -15,7 +15,7 @@ from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.outlook import outlook
 from ..training.memory.plan import every_plan
 from ..training.validation import validation_loss
-from .sockets import Dataset, Memory, Optimizer, encoded, schema, start_input
+from .sockets import Dataset, Memory, Optimizer, encoded, schema, start_input, trained_clip
 
 
 class ValidationLoss(io.ComfyNode):
@@ -65,6 +65,7 @@ class MemoryPlan(io.ComfyNode):
                 io.Int.Input("batch_size", default=1, min=1, max=256, tooltip="Images in one step."),
                 Optimizer.Input("optimizer_settings", optional=True),
                 Memory.Input("memory_settings", optional=True),
+                io.Clip.Input("clip", optional=True, tooltip="Where the LoRA has a text encoder part."),
             ],
             outputs=[io.String.Output("plan")],
         )
@@ -78,6 +79,7 @@ class MemoryPlan(io.ComfyNode):
         batch_size: int,
         optimizer_settings: TrainConfig | None = None,
         memory_settings: MemoryConfig | None = None,
+        clip: Any = None,
     ) -> io.NodeOutput:
         adapter = start.load().adapter if isinstance(start, StateHandle) else start
         config = replace(
@@ -86,7 +88,7 @@ class MemoryPlan(io.ComfyNode):
             adapter=adapter,
             memory=memory_settings or MemoryConfig(),
         )
-        denoiser = ComfyDenoiser(model)
+        denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         adapted = select(denoiser.specs, denoiser.family, adapter)
         text = outlook(denoiser, adapted, config, encoded(dataset).largest_batch(batch_size), every_plan())
         return io.NodeOutput(text, ui={"text": [text]})

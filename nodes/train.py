@@ -41,6 +41,7 @@ from .sockets import (
     encoded,
     schema,
     start_input,
+    trained_clip,
 )
 from .widgets import seed_input
 
@@ -148,7 +149,7 @@ class TrainSteps(io.ComfyNode):
         gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.load().adapter if isinstance(start, StateHandle) else start
-        denoiser = ComfyDenoiser(model, _required(clip) if adapter.text_encoder else None)
+        denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         dataset = encoded(dataset)
         resumed, left_out = (start, []) if adapter is not start else first_state(denoiser, adapter, seed)
         first = resumed.step if resumed else 0
@@ -221,15 +222,6 @@ class TrainSteps(io.ComfyNode):
         loss = sum(state.losses[-20:]) / len(state.losses[-20:])
         text = "\n".join([f"step {state.step}, loss {loss:.4f}", folder.name, *warnings, *left_out])
         return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
-
-
-def _required(clip: Any) -> Any:
-    if clip is None:
-        raise ValueError(
-            "clip: the LoRA has a text encoder part, so Train Steps needs CLIP: connect the base's, or set "
-            "text_encoder to 0 in Build LoRA."
-        )
-    return clip
 
 
 def _workflow_id(extra: Any) -> str | None:

@@ -107,6 +107,12 @@ def test_the_trigger_word_is_the_only_tag_that_model_browsers_find(dataset):
     assert "trained_words" not in without and "ss_tag_frequency" not in without
 
 
+def test_epochs_count_the_batches_of_accumulated_steps():
+    notes = {"ss_num_batches_per_epoch": "10", "ss_gradient_accumulation_steps": "4"}
+    trained = replace(state(notes), step=100)
+    assert lora_metadata(trained, FAMILIES["SDXL"], title="x")["ss_epoch"] == "40"
+
+
 def test_dates_are_those_of_the_training_not_of_the_saving():
     found = lora_metadata(state(), FAMILIES["SDXL"], title="x", finished=86400.0, seconds=100.0)
     assert found["modelspec.date"] == "1970-01-02T00:00:00+00:00"

@@ -354,6 +354,6 @@ def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch,
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_module, "write_tensors", full)
+    monkeypatch.setattr(run_module, "write_lora", full)
     assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
     assert "the LoRA file of step 1 could not be written" in caplog.text

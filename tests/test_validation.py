@@ -52,6 +52,21 @@ def test_validation_inside_a_run_measures_the_base_that_is_held():
         assert held_out_loss(denoiser, TinySamples()) == alone
 
 
+def test_where_the_base_does_not_fit_it_is_measured_offloaded(monkeypatch):
+    denoiser, held = TinyDenoiser(), []
+    hold = denoiser.hold
+
+    def small(dtype, store="resident"):
+        held.append(store)
+        if store == "resident":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return hold(dtype, store)
+
+    denoiser.hold = small
+    assert validation_loss(denoiser, TinySamples()) == validation_loss(TinyDenoiser(), TinySamples())
+    assert held == ["resident", "offload"]
+
+
 def test_a_limit_measures_evenly_spread_samples():
     seen = []
     samples = TinySamples(10)

@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from .family import Family
 from .model import Sampling
 from .sigmas import is_flow
 from .state import TrainState
+from .tensor_file import write_tensors
 
 COVER_SIDE = 512
 """Longest side of the cover image in pixels: readers take headers of up to 8 MB."""
@@ -133,7 +135,8 @@ def lora_metadata(
     }
     per_epoch = int(state.notes.get("ss_num_batches_per_epoch", 0))
     if per_epoch:
-        values["ss_epoch"] = values["ss_num_epochs"] = -(-state.step // per_epoch)
+        batches = state.step * int(state.notes.get("ss_gradient_accumulation_steps", 1))
+        values["ss_epoch"] = values["ss_num_epochs"] = -(-batches // per_epoch)
     if finished:
         moment = datetime.fromtimestamp(finished, tz=timezone.utc)
         values["modelspec.date"] = moment.isoformat(timespec="seconds")
@@ -180,6 +183,11 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
         "sshs_legacy_hash": legacy,
         "modelspec.hash_sha256": f"0x{whole}",
     }
+
+
+def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a LoRA file with the digests of its own weights. Raises OSError as `write_tensors` does."""
+    write_tensors(path, tensors, with_hashes(tensors, metadata))
 
 
 WEIGHTS = "sshs_model_hash"

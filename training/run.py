@@ -41,11 +41,10 @@ from .lock import locked
 from .log import RunLog
 from .loop import OnStep, Progress, ignore, initial_state, train
 from .lora_file import lora_tensors
-from .metadata import lora_metadata, with_hashes
+from .metadata import lora_metadata, write_lora
 from .model import Dataset, Denoiser, Samples
 from .signals import raise_if_asked, saving_run
 from .state import TrainState, best_step
-from .tensor_file import write_tensors
 from .work import MidStep
 
 log = logging.getLogger(__name__)
@@ -324,7 +323,7 @@ def write_lora_of(run: Run, state: TrainState, family: Family) -> None:
     tensors = lora_tensors(result, family, torch.bfloat16)
     metadata = lora_metadata(result, family, title=f"{run.name} at step {state.step}")
     try:
-        write_tensors(run.lora(state.step), tensors, with_hashes(tensors, metadata))
+        write_lora(run.lora(state.step), tensors, metadata)
     except OSError as error:
         log.warning("Graft: the LoRA file of step %d could not be written (%s).", state.step, error)
 

@@ -6,12 +6,16 @@ noise, whatever the run's seed, so the figures of a base and of its LoRAs differ
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from . import objective, rng
-from .adapters import attach, restore_adapters
+from .adapters import restore_adapters
 from .config import MemoryConfig, ObjectiveConfig
+from .memory.placement import Placement
+from .memory.plan import Plan, candidates
 from .memory.precision import compute_dtype
 from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
 from .sigmas import is_flow, to_sigmas
@@ -37,16 +41,20 @@ def validation_loss(
 ) -> float:
     """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
 
-    Takes the base for itself meanwhile, and gives it back as it was. With a `limit` above 0, that many
-    samples, evenly spread, are measured. Raises ValueError without samples and for a state of other layers.
+    Takes the base for itself meanwhile, offloaded where it does not fit, and gives it back as it was. With a
+    `limit` above 0, that many samples, evenly spread, are measured. Raises ValueError without samples and for
+    a state of other layers.
     """
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
-    dtype = compute_dtype(memory or MemoryConfig(), denoiser.device)
+    memory = memory or MemoryConfig()
+    plans = [Plan(base, "none") for base in dict.fromkeys(plan.base for plan in candidates(memory))]
     adapters = {}
     if state is not None:
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
-    with torch.inference_mode(False), denoiser.hold(dtype) as base, attach(base.layers, adapters):
-        return held_out_loss(denoiser, samples, limit=limit, on_progress=on_progress)
+    measure = partial(held_out_loss, denoiser, samples, limit=limit, on_progress=on_progress)
+    dtype = compute_dtype(memory, denoiser.device)
+    with torch.inference_mode(False), Placement(denoiser, adapters, plans, dtype) as placement:
+        return placement.retrying(measure)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ PHASES = {
     "optimizer step": (Work, "optimize"),
     "validation": (validation, "sample_loss"),
     "writing a checkpoint": (run, "save_state"),
-    "writing the LoRA beside it": (run, "write_tensors"),
+    "writing the LoRA beside it": (run, "write_lora"),
     "drawing a sample": (samples, "_sample"),
     "writing a sample": (samples, "save_png"),
 }

@@ -14,6 +14,7 @@ import comfy.text_encoders.sd3_clip as sd3_clip
 import pytest
 import torch
 
+from graft.nodes.tools import MemoryPlan
 from graft.nodes.train import TrainSteps
 from graft.tests import dynamic_vram
 from graft.tests.comfy.tiny_models import TINY, fill
@@ -303,6 +304,20 @@ def test_off_by_default_and_nothing_of_the_encoders_is_touched():
 def test_a_family_without_clip_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match="Lumina 2 has no CLIP text encoder to train; set text_encoder to 0"):
         ComfyDenoiser(TINY["lumina2"](), clip_of("sd15"))
+
+
+def test_memory_plan_counts_the_text_encoders_part(trained):
+    patcher, clip, _, dataset, _ = trained("sd15")
+    dataset.largest_batch = lambda size: dataset.batch(size, seed=0, index=0)
+
+    def adapters(config, **given):
+        table = MemoryPlan.execute(patcher, dataset, config, 1, **given).result[0]
+        return float(table.splitlines()[1].split("MiB")[1])
+
+    without = dataclasses.replace(CONFIG.adapter, text_encoder=0.0)
+    assert adapters(CONFIG.adapter, clip=clip) > adapters(without)
+    with pytest.raises(ValueError, match="needs CLIP"):
+        MemoryPlan.execute(patcher, dataset, CONFIG.adapter, 1)
 
 
 def test_train_steps_asks_for_the_clip_it_needs():

@@ -50,6 +50,16 @@ def test_merging_adds_the_difference_and_touches_nothing_else(tmp_path, dtype):
         assert key in differences or torch.equal(merged[key], weight)
 
 
+@pytest.mark.parametrize(
+    ("stored", "prefix"),
+    [("cond_stage_model.", "lora_te_"), ("conditioner.embedders.0.", "lora_te1_")],
+)
+def test_an_extracted_text_encoder_is_called_as_its_model_calls_it(stored, prefix):
+    key = f"{stored}transformer.text_model.encoder.layers.0.mlp.fc1.weight"
+    tensors, _ = extract({key: torch.zeros(4, 4)}, {key: torch.eye(4)}, rank=2)
+    assert all(name.startswith(f"{prefix}text_model_encoder_layers_0_mlp_fc1.") for name in tensors)
+
+
 def test_several_loras_are_merged_in_one_go(tmp_path):
     first, second = lora_path(tmp_path), lora_path(tmp_path, lora_tensors(seed=2), "second")
     base, output = checkpoint(), tmp_path / "out.safetensors"

@@ -22,13 +22,15 @@ from torch import Tensor
 from ..formats import to_diffusers
 from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora
 from ..memory.precision import DTYPES
+from ..metadata import write_lora
 from ..start import FLAT_PREFIXES, PREFIXES
-from ..tensor_file import TensorFile, write_tensors
+from ..tensor_file import TensorFile
 from .files import check_output, unmatched_lines
 from .names import (
     TEXT_ENCODERS,
     Shapes,
     export_family,
+    kohya_prefix,
     match_weights,
     network_shapes,
     places,
@@ -85,7 +87,7 @@ def convert_file(
     check_output(output, [lora, *([base] if base else [])])
     file = read_lora(lora)
     shapes = {key: entry.shape for key, entry in TensorFile(base).entries.items()} if base else None
-    write_tensors(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
+    write_lora(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
     report = f"{output.name}: {len(file.layers)} layers in {layout} layout"
     return "\n".join([report, *unmatched_lines(list(file.other))])
 
@@ -146,10 +148,9 @@ def _plain(layer: LoraLayer) -> dict[str, Tensor]:
 
 
 def _encoder_name(part: str, path: str, layout: str, shapes: Shapes | None) -> str:
-    encoder = TEXT_ENCODERS[part]
     if layout == "kohya":
-        first = any(key.startswith("cond_stage_model.") for key in shapes or ())  # SD1 and SD2 have only one
-        return ("lora_te_" if first else encoder.kohya[0]) + path.replace(".", "_")
+        return kohya_prefix(part, shapes or ()) + path.replace(".", "_")
+    encoder = TEXT_ENCODERS[part]
     return f"{encoder.native if layout == 'native' else encoder.peft}{path}"
 
 

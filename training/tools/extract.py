@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..memory.precision import DTYPES
+from ..metadata import write_lora
 from ..model import OnProgress, no_progress
-from ..tensor_file import TensorFile, write_tensors
+from ..tensor_file import TensorFile
 from .files import check_output, unmatched_lines
 from .low_rank import best_factors, check_size
-from .names import NETWORK, TEXT_ENCODERS, places
+from .names import kohya_prefix, places
 
 
 def extract(
@@ -54,9 +55,7 @@ def extract(
             left_out.append(key)
         difference = after.to(device, torch.float32) - before.to(device, torch.float32)
         for place in layers:
-            name = (TEXT_ENCODERS[place.part].kohya[0] if place.part != NETWORK else "lora_unet_") + (
-                place.path.replace(".", "_")
-            )
+            name = kohya_prefix(place.part, shared) + place.path.replace(".", "_")
             part = difference[place.first : place.first + place.rows]
             if not part.any():
                 continue
@@ -94,14 +93,15 @@ def extract_files(
         on_progress=on_progress,
     )
     metadata = {**size_metadata(tensors), "graft_extracted": f"{tuned.name} - {base.name}"}
-    write_tensors(output, tensors, metadata)
+    write_lora(output, tensors, metadata)
     return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(left_out)])
 
 
 def size_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what sd-scripts' metadata say of a LoRA whose alpha is its rank."""
     largest = str(max(_ranks(tensors)))
-    return {"ss_network_module": "networks.lora", "ss_network_dim": largest, "ss_network_alpha": largest}
+    size = {"ss_network_dim": largest, "ss_network_alpha": largest}
+    return {"ss_network_module": "networks.lora", "ss_network_args": "{}", **size}
 
 
 def size_line(tensors: Mapping[str, Tensor]) -> str:

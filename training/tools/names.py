@@ -4,7 +4,7 @@ layout."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -101,6 +101,14 @@ class Place:
             return spellings(self.path)
         encoder, flat = TEXT_ENCODERS[self.part], self.path.replace(".", "_")
         return [*(k + flat for k in encoder.kohya), encoder.native + self.path, encoder.peft + self.path]
+
+
+def kohya_prefix(part: str, keys: Iterable[str]) -> str:
+    """Return how kohya's names of a part's layers begin, for the base whose checkpoint has these `keys`."""
+    if part == NETWORK:
+        return "lora_unet_"
+    alone = any(key.startswith("cond_stage_model.") for key in keys)  # SD1 and SD2 have one text encoder
+    return "lora_te_" if alone else TEXT_ENCODERS[part].kohya[0]
 
 
 def places(key: str, shape: tuple[int, ...]) -> list[Place]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..adapters.lora import thin_down
 from ..lora_file import LoraFile, LoraLayer, read_lora, rounded
 from ..memory.precision import DTYPES
-from ..tensor_file import write_tensors
+from ..metadata import write_lora
 from .extract import size_line, size_metadata
 from .files import check_output, unmatched_lines
 from .low_rank import best_factors, best_of_product, check_size
@@ -64,7 +64,7 @@ def resize_file(
     check_output(output, [lora])
     file = read_lora(lora)
     tensors = resize(file, rank=rank, energy=energy, dtype=dtype)
-    write_tensors(output, tensors, {**file.metadata, **size_metadata(tensors)})
+    write_lora(output, tensors, {**file.metadata, **size_metadata(tensors)})
     return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(list(file.other))])
 
 
