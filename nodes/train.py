@@ -185,7 +185,7 @@ class TrainSteps(io.ComfyNode):
             folder / "samples",
             first=first,
             last=first + steps,
-            trigger=notes.get("modelspec.trigger_phrase", "").partition(",")[0],
+            trigger=dataset.trigger,
             node_id=cls.hidden.unique_id,
             metadata={"prompt": cls.hidden.prompt, **(cls.hidden.extra_pnginfo or {})},
         )

@@ -182,6 +182,14 @@ def test_checkpoints_at_multiples_are_kept_whatever_the_clock_adds(tmp_path):
     assert loras == [f"kitty-{step:06d}.safetensors" for step in (3, 6, 9, 10, 11)]
 
 
+def test_the_log_keeps_what_it_says_of_later_checkpoints(tmp_path):
+    rarely = CheckpointConfig(minutes=60)
+    go(tmp_path, 6, saving=rarely)
+    go(tmp_path, 3, saving=rarely)
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert go(tmp_path, 6).step == 6
+
+
 def test_the_log_has_every_step_once_after_a_resume(tmp_path):
     with pytest.raises(Cancelled):
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))

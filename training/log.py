@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,36 +82,39 @@ def read_log(path: Path) -> list[Entry]:
 
 
 class RunLog:
-    """Appends to the log of a run that is at `step`. A log that cannot be written never stops a run."""
+    """Appends to the log of a run that is at `step`. A log that cannot be written never stops a run.
 
-    def __init__(self, folder: Path, step: int, *, tensorboard: bool = False) -> None:
-        self.files: list[tuple[IO[str], bool]] = []
+    What it says of steps beyond the last one that is written stays up to step `last`, which has a checkpoint.
+    """
+
+    def __init__(self, folder: Path, step: int, *, last: int = 0, tensorboard: bool = False) -> None:
+        self.files: list[tuple[IO[str], Callable[[Entry], str]]] = []
         self.board = _tensorboard(folder, step) if tensorboard else None
         jsonl, table = folder / "log.jsonl", folder / "log.csv"
-        kept = [known for known in read_log(jsonl) if known["step"] <= step]
+        known = read_log(jsonl)
+        kept = [line for line in known if line["step"] <= step]
+        self.later = [line for line in known if step < line["step"] <= last]
         try:
             write_text(jsonl, "".join(map(_json, kept)))
             write_text(table, ",".join(FIELDS) + "\n" + "".join(map(_csv, kept)))
             self.files = [
-                (path.open("a", encoding="utf-8", newline=""), path is jsonl) for path in (jsonl, table)
+                (path.open("a", encoding="utf-8", newline=""), row)
+                for path, row in ((jsonl, _json), (table, _csv))
             ]
         except OSError as error:
             self._give_up(error)
 
     def write(self, progress: Progress) -> None:
         line = entry(progress)
-        try:
-            for file, is_json in self.files:
-                file.write(_json(line) if is_json else _csv(line))
-                file.flush()
-        except (OSError, ValueError) as error:
-            self._give_up(error)
+        self._append([line])
+        self.later = [later for later in self.later if later["step"] > progress.step]
         if self.board is not None:
             for name in ("loss", "smoothed", "validation", "lr", "grad_norm"):
                 if line[name] is not None:
                     self.board.add_scalar(f"graft/{name}", line[name], progress.step)
 
     def close(self) -> None:
+        self._append(self.later)
         for file, _ in self.files:
             try:
                 file.close()
@@ -119,6 +123,14 @@ class RunLog:
         self.files = []
         if self.board is not None:
             self.board.close()
+
+    def _append(self, lines: Iterable[Entry]) -> None:
+        try:
+            for file, row in self.files:
+                file.writelines(map(row, lines))
+                file.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         log.warning("Graft: the run's log cannot be written (%s); training goes on without it.", error)

@@ -151,9 +151,9 @@ def execute(
         state = resume.load() if resume else initial_state(denoiser, config)
         require_space(run, 4 * size_in_bytes(state) if not state.optimizer.name else size_in_bytes(state))
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
-        watch = _Watch(
-            run, denoiser.family, on_step, RunLog(run.folder, state.step, tensorboard=run.tensorboard)
-        )
+        last = max(_checkpoints(run), default=0)
+        run_log = RunLog(run.folder, state.step, last=last, tensorboard=run.tensorboard)
+        watch = _Watch(run, denoiser.family, on_step, run_log)
         try:
             on_start(state)
             distributed.share(state)

@@ -76,6 +76,11 @@ class EncodedDataset:
         return int(self.order.visits.sum())
 
     @property
+    def trigger(self) -> str:
+        """The trigger word of the first folder that has one, or ""."""
+        return next((s.config.caption.trigger for s in self.images.sources if s.config.caption.trigger), "")
+
+    @property
     def names(self) -> list[str]:
         """The images' paths inside their folders, each once."""
         return [self.images.samples.names[i] for i in np.unique(self.index.sample[self.entries]).tolist()]
