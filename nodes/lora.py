@@ -54,11 +54,10 @@ class BuildLora(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "targets",
-                    options=["attn-mlp", "attn", "linear", "all"],
+                    options=["attn-mlp", "attn", "linear", "all", "everything"],
                     default="attn-mlp",
                     tooltip="Which layers: attention and MLP of every block (default), attention only, "
-                    "every linear layer, "
-                    "or convolutions too.",
+                    "every linear layer, convolutions too (all), or embeddings as well (everything).",
                 ),
                 advanced(
                     io.String.Input(

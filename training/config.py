@@ -36,7 +36,7 @@ class AdapterConfig:
     alpha: float = 0.0
     """0 means alpha = rank, so that the adapter is applied at strength 1."""
     targets: str = "attn-mlp"
-    """A preset of the model's family: "attn", "attn-mlp", "linear", "all"."""
+    """A preset of the model's family: "attn", "attn-mlp", "linear", "all", "everything"."""
     include: tuple[str, ...] = ()
     """Patterns; when given, only preset layers that match one are trained."""
     exclude: tuple[str, ...] = ()

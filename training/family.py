@@ -148,7 +148,7 @@ CONVOLUTIONS = (
 )
 """Patterns of the convolutions larger than 1x1, in U-Nets and SD3."""
 
-_EVERYTHING = {"linear": ("*",), "all": ("*",)}
+_EVERYTHING = {"linear": ("*",), "all": ("*",), "everything": ("*",)}
 
 _MMDIT_ATTENTION = ("joint_blocks.*.*_block.attn*.qkv", "joint_blocks.*.*_block.attn*.proj")
 _MMDIT_MLP = ("joint_blocks.*.*_block.mlp.fc*",)

@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="images in one step")
     parser.add_argument("--algorithm", default="lora", help="lora, dora, loha or lokr")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--targets", default="attn-mlp", help="attn, attn-mlp, linear or all")
+    parser.add_argument("--targets", default="attn-mlp", help="attn, attn-mlp, linear, all or everything")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--tflops", type=float, help="what the device reaches in bf16: prints seconds")
     parser.add_argument("--bandwidth", type=float, default=20, help="host to device, GB/s")
