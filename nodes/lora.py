@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..training.adapters import ADAPTERS
 from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.lora_files import NONE, changed_at, lora_file_path, lora_names
+from ..training.comfy.lora_files import NONE, changed_at, lora_file_names, lora_file_path
 from ..training.comfy.starting import summary
 from ..training.config import AdapterConfig
 from .sockets import Lora, schema
@@ -94,7 +94,7 @@ class BuildLora(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "start_from",
-                    options=[NONE, *lora_names()],
+                    options=[NONE, *lora_file_names()],
                     default=NONE,
                     optional=True,
                     tooltip="A LoRA file to go on training, of any software. All its layers are trained, "

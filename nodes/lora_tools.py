@@ -17,7 +17,7 @@ DTYPES = ("fp16", "bf16", "fp32")
 
 
 def _lora(tooltip: str) -> Any:
-    return io.Combo.Input("lora_name", options=lora_files.lora_names(), tooltip=tooltip)
+    return io.Combo.Input("lora_name", options=lora_files.lora_file_names(), tooltip=tooltip)
 
 
 def _model_file(name: str, tooltip: str, others: Sequence[str] = ()) -> Any:

@@ -151,7 +151,8 @@ class TrainSteps(io.ComfyNode):
         adapter = start.load().adapter if isinstance(start, StateHandle) else start
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         dataset = encoded(dataset)
-        resumed, left_out = (start, []) if adapter is not start else first_state(denoiser, adapter, seed)
+        resumes = isinstance(start, StateHandle)
+        resumed, left_out = (start, []) if resumes else first_state(denoiser, adapter, seed)
         first = resumed.step if resumed else 0
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from graft.training.config import CheckpointConfig
-from graft.training.log import RunLog, clock, describe, entry, read_log
+from graft.training.log import RunLog, clock, describe, entry, read_entries, read_log
 from graft.training.loop import Progress
 from graft.training.run import Run, execute
 
@@ -101,3 +101,16 @@ def test_missing_tensorboard_is_named_before_training(tmp_path, monkeypatch):
     run = Run(tmp_path, tensorboard=True)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=1)
+
+
+def test_new_lines_are_read_once_and_torn_ones_later(tmp_path):
+    file = tmp_path / "log.jsonl"
+    assert read_entries(file, 0)["entries"] == []
+    file.write_bytes(b'{"step": 1}\n{"ste')
+    part = read_entries(file, 0)
+    assert part["entries"] == [{"step": 1}]
+    file.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    part = read_entries(file, part["next"])
+    assert part["entries"] == [{"step": 2}]
+    file.write_bytes(b'{"step": 1}\n')
+    assert read_entries(file, part["next"])["entries"] == [{"step": 1}]

@@ -59,7 +59,6 @@ class Coverage:
 def steps_needed(config: AdapterConfig) -> int:
     """Return after how many steps a parameter without a gradient is no accident (less than one in a
     million)."""
-    left_out = getattr(config, "module_dropout", 0.0)
-    all_ranks = getattr(config, "rank_dropout", 0.0) ** config.rank
-    chance = left_out + (1.0 - left_out) * all_ranks
+    left_out = config.module_dropout
+    chance = left_out + (1.0 - left_out) * config.rank_dropout**config.rank
     return 2 if chance == 0.0 else 2 + math.ceil(math.log(1e-6) / math.log(chance))

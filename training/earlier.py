@@ -22,9 +22,8 @@ SHOWN = 4
 
 
 def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None) -> list[str]:
-    """Return a sentence when `run` has no checkpoint to go on from, and the last run of its name has.
-
-    None where that run is the one that the state `start` comes from.
+    """Return a sentence when `run` has no checkpoint to go on from, and the last run of its name has; none
+    where the state `start` comes from that run.
     """
     if newest(run) is not None:
         return []

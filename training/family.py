@@ -120,6 +120,15 @@ def is_text(path: str) -> bool:
     return path.startswith(TEXT)
 
 
+def block_of(path: str, blocks: Iterable[str]) -> str | None:
+    """Return the path of the block that a module belongs to by `Family.blocks`, or None."""
+    names = path.split(".")
+    for glob in (block.split(".") for block in blocks):
+        if len(names) >= len(glob) and all(map(fnmatchcase, names, glob)):
+            return ".".join(names[: len(glob)])
+    return None
+
+
 def family_named(name: str) -> Family:
     """Return the family whose `name` this is, the generic one where there is none."""
     return next((family for family in FAMILIES.values() if family.name == name), GENERIC)

@@ -108,7 +108,7 @@ class FrozenLayer:
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the layer's output from x; autograd, where it is on, saves the weight."""
-        dtype, device = _compute_dtype(self, x), x.device
+        dtype, device = dtype_for(x), x.device
         bias = self.bias(dtype, device) if self.bias is not None else None
         return _no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
 
@@ -135,8 +135,9 @@ class _Frozen(torch.autograd.Function):
         return layer.kind.input_gradient(grad, weight, ctx.shape, **layer.spec.options), None
 
 
-def _compute_dtype(layer: FrozenLayer, x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_floating_point() else torch.float32
+def dtype_for(x: Tensor, of_ids: torch.dtype = torch.float32) -> torch.dtype:
+    """Return the dtype that a layer computes in for input x: its own, or `of_ids` for token ids."""
+    return x.dtype if x.is_floating_point() else of_ids
 
 
 def _linear_low_rank(x: Tensor, down: Tensor, up: Tensor) -> Tensor:

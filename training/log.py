@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +35,9 @@ FIELDS = (
     "time_left",
     "memory",
 )
+
+CHUNK = 4 << 20
+"""Most bytes of a log that are read at once."""
 
 Entry = dict[str, Any]
 
@@ -79,6 +83,38 @@ def read_log(path: Path) -> list[Entry]:
     except (OSError, ValueError):
         pass
     return entries
+
+
+def read_entries(path: Path, start: int) -> dict[str, Any]:
+    """Return the whole lines of a log from byte `start` on, at most CHUNK bytes of them.
+
+    A line that is no entry, as after a kill or when `start` lies within one, is passed over.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = start if start <= size else 0
+            file.seek(start)
+            text = file.read(CHUNK)
+    except OSError:
+        return {"start": 0, "next": 0, "more": False, "entries": []}
+    whole = text[: text.rfind(b"\n") + 1]
+    entries = [entry for line in whole.splitlines() if (entry := _entry(line)) is not None]
+    return {
+        "start": start,
+        "next": start + len(whole),
+        "more": bool(whole) and start + len(text) < size,
+        "entries": entries,
+    }
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Return a line of the log, or None for what is no entry; JSON's NaN is none."""
+    try:
+        found = json.loads(line, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 class RunLog:

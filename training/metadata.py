@@ -71,7 +71,7 @@ def run_metadata(
         "ss_v2": family.base_model == "sd_v2",
         "ss_validate_every_n_steps": config.validation.every or None,
         "ss_training_comment": "trained with Graft in ComfyUI",
-        "modelspec.prediction_type": prediction or None,
+        **({"modelspec.prediction_type": prediction} if prediction else {}),
         "graft_config": to_dict(config),
     }
     if family.sigmas != "schedule":
@@ -88,10 +88,7 @@ def run_metadata(
         values["ss_guidance_scale"] = goal.guidance if goal.guidance >= 0 else family.guidance
     if (goal.min_noise, goal.max_noise) != (0.0, 1.0):
         values["modelspec.timestep_range"] = f"{goal.min_noise * 1000:.0f},{goal.max_noise * 1000:.0f}"
-    optional = ("modelspec.", "graft_")
-    return _strings({k: v for k, v in values.items() if v is not None or not k.startswith(optional)}) | (
-        _strings(_dataset_values(dataset))
-    )
+    return _strings({**values, **_dataset_values(dataset)})
 
 
 def lora_metadata(

@@ -20,7 +20,7 @@ from .config import ObjectiveConfig
 from .family import Family
 from .model import Batch, Denoiser, Sampling
 from .noise import Draw, draw_noise
-from .sigmas import SIGMAS, draw_sigmas
+from .sigmas import draw_sigmas
 from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
 
 
@@ -147,4 +147,4 @@ def _choice(table: Mapping[str, Callable[..., Tensor]], name: str, setting: str)
     return table[name]
 
 
-__all__ = ["SIGMAS", "check_sampling", "draw_sigmas", "loss", "loss_at", "network_output", "noised"]
+__all__ = ["check_sampling", "draw_sigmas", "loss", "loss_at", "network_output", "noised"]

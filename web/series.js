@@ -25,6 +25,7 @@ export class Series {
 
     /** Return the index of the step nearest to `step`, or -1 when there is none. */
     nearest(step) {
+        if (!this.steps.length) return -1
         let low = 0
         let high = this.steps.length - 1
         while (low < high) {
@@ -32,7 +33,7 @@ export class Series {
             if (this.steps[middle] < step) low = middle + 1
             else high = middle
         }
-        return low > 0 && step - this.steps[low - 1] < this.steps[low] - step ? low - 1 : high && low
+        return low > 0 && step - this.steps[low - 1] < this.steps[low] - step ? low - 1 : low
     }
 
     #dropLast() {

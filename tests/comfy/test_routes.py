@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from graft.tests.comfy.watch import watched
+from graft.training import log
 from graft.training.comfy import paths, server, session
 from graft.training.loop import STOP, Progress
 
@@ -85,10 +86,10 @@ def test_a_run_that_has_begun_has_nothing_before_its_first_step(run):
 
 
 def test_a_long_log_comes_in_parts(run, monkeypatch):
-    monkeypatch.setattr(server, "CHUNK", 40)
+    monkeypatch.setattr(log, "CHUNK", 40)
     steps, start, more = [], 0, True
     while more:
-        part = server.read_entries(run / "log.jsonl", start)
+        part = log.read_entries(run / "log.jsonl", start)
         steps += [entry["step"] for entry in part["entries"]]
         start, more = part["next"], part["more"]
     assert steps == [1, 2, 3]

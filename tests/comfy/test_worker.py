@@ -116,19 +116,6 @@ def test_only_rank_0_writes_into_the_output_folder(monkeypatch):
     assert not paths.own_folder(runs / "one").is_relative_to(runs.parent)
 
 
-def test_new_lines_of_a_log_are_read_once_and_torn_ones_later(tmp_path):
-    file = tmp_path / "log.jsonl"
-    assert workers._new_entries(file, 0) == (0, [])
-    file.write_bytes(b'{"step": 1}\n{"ste')
-    place, entries = workers._new_entries(file, 0)
-    assert entries == [{"step": 1}]
-    file.write_bytes(b'{"step": 1}\n{"step": 2}\n')
-    place, entries = workers._new_entries(file, place)
-    assert entries == [{"step": 2}]
-    file.write_bytes(b'{"step": 1}\n')
-    assert workers._new_entries(file, place)[1] == [{"step": 1}]
-
-
 @pytest.fixture
 def processes(monkeypatch, tmp_path):
     """Have a shell script run in torchrun's place: `processes("exit 1")`."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import AdapterConfig
 from ..forward import set_forward
-from ..layer import FrozenLayer, LayerSpec
+from ..layer import FrozenLayer, LayerSpec, dtype_for
 from .dropout import Draw
 
 
@@ -92,7 +92,7 @@ class Adapter(nn.Module):
         """
 
         def apply(x: Tensor, *parameters: Tensor) -> Tensor:
-            return layer.apply_weight(x, self.product(mask).to(compute_dtype(x, parameters[0])))
+            return layer.apply_weight(x, self.product(mask).to(dtype_for(x, parameters[0].dtype)))
 
         if not torch.is_grad_enabled():
             return apply(x, *self.parameters())
@@ -113,11 +113,6 @@ class Adapter(nn.Module):
         """Return the parameters by name that `file_tensors` gave, in shapes that `compose` takes."""
         names = {suffix: name for name, suffix in cls.suffixes.items()}
         return {names[suffix]: tensor for suffix, tensor in tensors.items() if suffix != "alpha"}
-
-
-def compute_dtype(x: Tensor, parameter: Tensor) -> torch.dtype:
-    """Return the dtype a layer computes in for input x: its own, or the parameter's for token ids."""
-    return x.dtype if x.is_floating_point() else parameter.dtype
 
 
 @contextmanager

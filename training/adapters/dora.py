@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..layer import FrozenLayer, LayerSpec
-from .base import compute_dtype
+from ..layer import FrozenLayer, LayerSpec, dtype_for
 from .dropout import Draw
 from .lora import LoRA
 
@@ -59,7 +58,7 @@ class DoRA(LoRA):
         with torch.no_grad():
             base = layer.weight(self.magnitude.dtype, x.device)
             lengths = column_lengths(base + self.product(mask))
-        factor = (self.magnitude / lengths).flatten().to(compute_dtype(x, self.magnitude))
+        factor = (self.magnitude / lengths).flatten().to(dtype_for(x, self.magnitude.dtype))
         y = layer.scale_columns(layer.forward, x, factor)
         return y + layer.scale_columns(lambda x: self.difference(layer, x, mask), draw.inputs(), factor)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..layer import FrozenLayer, LayerSpec
+from ..layer import FrozenLayer, LayerSpec, dtype_for
 from . import fused
-from .base import Adapter, compute_dtype
+from .base import Adapter
 from .dropout import Draw
 
 
@@ -69,7 +69,7 @@ class LoRA(Adapter):
         return super().forward(layer, x)
 
     def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
-        dtype = compute_dtype(x, self.up)
+        dtype = dtype_for(x, self.up.dtype)
         down, up = thin_down(dict(self.named_parameters())), masked(self.up, mask)
         return self.scale * layer.apply_low_rank(x, down.to(dtype), up.to(dtype))
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..layer import FrozenLayer, LayerSpec
-from .base import compute_dtype
+from ..layer import FrozenLayer, LayerSpec, dtype_for
 from .lora import LoRA, masked
 
 
@@ -57,7 +56,7 @@ class PiSSA(LoRA):
         return []
 
     def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
-        dtype = compute_dtype(x, self.up)
+        dtype = dtype_for(x, self.up.dtype)
         start = layer.apply_low_rank(x, self.down0.to(dtype), masked(self.up0, mask).to(dtype))
         return super().difference(layer, x, mask) - self.scale * start
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from ..config import AdapterConfig
-from ..family import Family, is_text
+from ..family import Family, block_of, is_text
 from ..layer import LayerSpec
 
 T = TypeVar("T")
@@ -106,10 +106,11 @@ def in_blocks(specs: Mapping[str, LayerSpec], family: Family, ranges: str) -> se
 
     Raises ValueError when the text cannot be read, or names a block that the model does not have.
     """
-    block_of = {name: block for name in specs if (block := _block(name, family.blocks))}
-    blocks = list(dict.fromkeys(block_of.values()))
+    found = {name: block_of(name, family.blocks) for name in specs}
+    inside = {name: block for name, block in found.items() if block not in (None, name)}
+    blocks = list(dict.fromkeys(inside.values()))
     wanted = {blocks[index] for part in ranges.split(",") for index in _indices(part.strip(), len(blocks))}
-    return {name for name, block in block_of.items() if block in wanted}
+    return {name for name, block in inside.items() if block in wanted}
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
@@ -124,15 +125,6 @@ def _matches(path: str, pattern: str) -> bool:
         return re.fullmatch(pattern[3:], path) is not None
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
-
-
-def _block(name: str, globs: Iterable[str]) -> str | None:
-    """Return the part of a layer's path that names its block."""
-    for glob in globs:
-        head = ".".join(name.split(".")[: glob.count(".") + 1])
-        if head != name and fnmatchcase(head, glob):
-            return head
-    return None
 
 
 def _indices(part: str, count: int) -> range:

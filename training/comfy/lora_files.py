@@ -34,12 +34,12 @@ OTHER_PATCHES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight", ".resh
 """Endings of the keys that ComfyUI's loader takes beside the factors of a LoRA."""
 
 
-def lora_names() -> list[str]:
+def lora_file_names() -> list[str]:
     return listed("loras")
 
 
 def lora_file_path(name: str) -> Path:
-    """Return the file that `lora_names` names. Raises ValueError when it is not there."""
+    """Return the file that `lora_file_names` gives. Raises ValueError when it is not there."""
     return listed_file(("loras",), name)
 
 

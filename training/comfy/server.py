@@ -16,12 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
+from ..log import read_entries
 from . import paths
 from .session import known_runs, request_finish
 from .versions import running_server
-
-CHUNK = 4 << 20
-"""Most bytes of a log that one answer is made of."""
 
 SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
 CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
@@ -85,29 +83,6 @@ async def finish(request: web.Request) -> web.Response:
     return web.json_response({"finishing": run})
 
 
-def read_entries(path: Path, start: int) -> dict[str, Any]:
-    """Return the whole lines of a log from byte `start` on, at most CHUNK bytes of them.
-
-    A line that is no entry, as after a kill or when `start` lies within one, is passed over.
-    """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = start if start <= size else 0
-            file.seek(start)
-            text = file.read(CHUNK)
-    except OSError:
-        return {"start": 0, "next": 0, "more": False, "entries": []}
-    whole = text[: text.rfind(b"\n") + 1]
-    entries = [entry for line in whole.splitlines() if (entry := _entry(line)) is not None]
-    return {
-        "start": start,
-        "next": start + len(whole),
-        "more": bool(whole) and start + len(text) < size,
-        "entries": entries,
-    }
-
-
 def list_files(folder: Path) -> dict[str, Any]:
     """Return a run's samples and the steps of its checkpoints."""
     samples = [
@@ -144,15 +119,6 @@ def _is_file_of(folder: Path, path: Path) -> bool:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError):
         return False
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return a line of the log, or None for what is no entry; JSON's NaN is none."""
-    try:
-        found = json.loads(line, parse_constant=lambda name: None)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 def _names(folder: Path) -> list[str]:

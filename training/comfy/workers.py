@@ -22,6 +22,7 @@ from typing import Any
 import comfy.model_management
 import folder_paths
 
+from ..log import read_entries
 from ..loop import STOP, OnStep, Progress
 from ..run import Run, latest
 from ..state import TrainState
@@ -95,26 +96,14 @@ def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, last: i
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
         comfy.model_management.throw_exception_if_processing_interrupted()
-        place, entries = _new_entries(run.folder / "log.jsonl", place)
-        for entry in entries:
+        part = read_entries(run.folder / "log.jsonl", place)
+        place = part["next"]
+        for entry in part["entries"]:
             if entry["step"] > shown:
                 shown = entry["step"]
                 if on_step(_progress(entry, last)) == STOP:
                     return True
     return False
-
-
-def _new_entries(file: Path, place: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the place behind the last whole line, and the entries from `place` to there."""
-    try:
-        with file.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(place if place <= size else 0)  # a run that resumes writes it anew
-            whole, newline, _ = log.read().rpartition(b"\n")
-    except OSError:  # not there yet
-        return place, []
-    start = place if place <= size else 0
-    return start + len(whole + newline), [json.loads(line) for line in whole.splitlines()]
 
 
 def _progress(entry: Mapping[str, Any], last: int) -> Progress:

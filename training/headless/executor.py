@@ -16,7 +16,7 @@ from .comfyui import import_comfyui
 PROMPT_ID = "00000000-0000-4000-8000-000000000000"
 
 
-def start_comfyui(comfyui: Path, options: Sequence[str]) -> None:
+def set_up_comfyui(comfyui: Path, options: Sequence[str]) -> None:
     """Make ComfyUI's modules importable and set up as its command line with `options` would."""
     import_comfyui(comfyui, options)
     import folder_paths

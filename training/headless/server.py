@@ -138,15 +138,14 @@ class Server:
         self.address = f"127.0.0.1:{port}"
         self.client_id = uuid.uuid4().hex
 
-    def request(self, path: str, body: Any = None, *, method: str = "") -> Any:
+    def request(self, path: str, body: Any = None) -> Any:
         """GET `path`, or POST it with `body` as JSON; return the answer's JSON, or None where it has none.
 
         Raises ValueError with the server's own words on a 4xx or 5xx answer.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://{self.address}{path}", data, {"Content-Type": "application/json"}, method=method or None
-        )
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{self.address}{path}", data, headers)
         try:
             with _opener.open(request, timeout=120) as answer:
                 content = answer.read()
@@ -280,13 +279,13 @@ def server(
             running.stop()
 
 
-def install_graft(target: Path, source: Path = GRAFT) -> None:
-    """Make `source` appear as the custom node folder `target`: a link, a junction, or else a copy."""
+def install_graft(target: Path) -> None:
+    """Make this checkout appear as the custom node folder `target`: a link, a junction, or else a copy."""
     if target.exists() or target.is_symlink():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        target.symlink_to(source, target_is_directory=True)
+        target.symlink_to(GRAFT, target_is_directory=True)
         return
     except OSError:  # Windows without developer mode
         log.debug("no symlink at %s", target)
@@ -294,10 +293,10 @@ def install_graft(target: Path, source: Path = GRAFT) -> None:
         import _winapi
 
         with contextlib.suppress(OSError):  # other file systems than NTFS
-            _winapi.CreateJunction(str(source), str(target))
+            _winapi.CreateJunction(str(GRAFT), str(target))
             return
     unneeded = shutil.ignore_patterns(".*", "tests", "graft-demo", "__pycache__", "*.egg-info")
-    shutil.copytree(source, target, ignore=unneeded)
+    shutil.copytree(GRAFT, target, ignore=unneeded)
 
 
 def _wait_until_ready(running: Server) -> None:

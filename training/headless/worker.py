@@ -20,7 +20,7 @@ from typing import Any
 from ..job import read_job
 from ..job_graph import Prompt, of_kind
 from . import train
-from .executor import Executor, start_comfyui
+from .executor import Executor, set_up_comfyui
 from .server import find_comfyui, has_cuda
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="graft-worker-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         prompt, options, extra = _task(args, comfyui, base)
-        start_comfyui(comfyui, options)
+        set_up_comfyui(comfyui, options)
         import folder_paths
 
         folder_paths.set_temp_directory(str(base / "temp"))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..family import block_of
 from ..forward import set_forward
 from ..kept import Kept, attention_once
 from .offload import inputs_on_host
@@ -58,15 +58,6 @@ def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn
 def is_block(path: str, blocks: tuple[str, ...]) -> bool:
     """Say whether a module path is a block's own."""
     return block_of(path, blocks) == path
-
-
-def block_of(path: str, blocks: tuple[str, ...]) -> str | None:
-    """Return the path of the block that a module belongs to, or None."""
-    names = path.split(".")
-    for glob in (blocks_glob.split(".") for blocks_glob in blocks):
-        if len(names) >= len(glob) and all(map(fnmatchcase, names, glob)):
-            return ".".join(names[: len(glob)])
-    return None
 
 
 def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..family import block_of
 from ..layer import Fetch, LayerSpec
-from .checkpointing import block_of
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Packed, pack, plain
 
