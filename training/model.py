@@ -155,6 +155,12 @@ class Encoder(Protocol):
         """Pixels per latent cell, along one side."""
         ...
 
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        """Return the shape of the latents, without batch, of an image of so many pixels (multiples of
+        `bucket_step`).
+        """
+        ...
+
     def encode_image(self, pixels: Tensor) -> Tensor:
         """(B, H, W, 3) float32 in 0..1 -> (B, C, H/r, W/r) float32 latents, not yet scaled for the model."""
         ...

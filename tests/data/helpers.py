@@ -29,6 +29,9 @@ class FakeEncoder:
         self.images: list[Tensor] = []
         self.texts: list[str] = []
 
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        return 3, height // 8, width // 8
+
     def encode_image(self, pixels: Tensor) -> Tensor:
         self.images.append(pixels)
         return F.avg_pool2d(pixels.movedim(-1, 1), 8)

@@ -43,6 +43,10 @@ class ComfyEncoder:
     def reduction(self) -> int:
         return int(self.vae.spacial_compression_encode())
 
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        frames = (1,) * (self.vae.latent_dim - 2)  # of a video VAE
+        return (self.vae.latent_channels, *frames, height // self.reduction, width // self.reduction)
+
     def encode_image(self, pixels: Tensor) -> Tensor:
         comfy.model_management.throw_exception_if_processing_interrupted()
         with torch.inference_mode():

@@ -6,13 +6,14 @@ cached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..rng import generator
-from .bucket import Crop, buckets_for, crops_for
+from .bucket import Crop, Size, buckets_for, crop_box, crops_for
 from .config import AugmentConfig, DatasetConfig
 from .image import Picture, Pixels
 
@@ -45,11 +46,22 @@ class View:
         return round((width - right if self.flip else left) * self.crop.scale), round(top * self.crop.scale)
 
 
-def views_for(width: int, height: int, content: str, config: DatasetConfig, *, step: int) -> list[list[View]]:
+def views_for(
+    width: int,
+    height: int,
+    content: str,
+    config: DatasetConfig,
+    *,
+    step: int,
+    encoded: Sequence[Size] = (),
+) -> list[list[View]]:
     """Return the views of an image at each of its resolutions: one list a bucket.
 
-    Raises ValueError if no bucket suits the image.
+    Where latents are what there is, in the `encoded` sizes, each is a bucket with the one view they show.
+    Raises ValueError if no bucket suits the image, or the latents do not suit the model.
     """
+    if encoded:
+        return [[View(_encoded_crop(width, height, bucket, step))] for bucket in encoded]
     return [
         [
             View(crop, flip, _jitter(content, number, config.augment))
@@ -58,6 +70,15 @@ def views_for(width: int, height: int, content: str, config: DatasetConfig, *, s
         ]
         for bucket in buckets_for(width, height, config.bucket, step=step)
     ]
+
+
+def _encoded_crop(width: int, height: int, bucket: Size, step: int) -> Crop:
+    if bucket[0] % step or bucket[1] % step:
+        raise ValueError(
+            f"its latents are those of {bucket[0]} x {bucket[1]} px, and this model needs sides that are "
+            f"multiples of {step}; put the picture itself beside it, to be encoded anew."
+        )
+    return Crop(bucket, crop_box(width, height, bucket))
 
 
 def render(picture: Picture, view: View) -> Pixels:

@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,15 +25,16 @@ from torch import Tensor
 from ..model import Encoder, OnProgress, no_progress
 from .augment import View, render, views_for
 from .batch import EncodedDataset
-from .bucket import Size
+from .bucket import Crop, Size
 from .caption import variations
 from .config import DatasetConfig
 from .hashes import ContentHashes
 from .image import crop_mask
 from .image_file import BadImage
 from .index import KEY_BYTES, NO_MASK, Index, IndexBuilder, SourceRules
-from .reading import content_of, open_sample
-from .samples import ImageSet, Sample, Skipped, bad_files_error
+from .latent_file import architecture_of
+from .reading import content_of, mask_file, open_latents, open_sample
+from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
 
 VERSION = 1
@@ -109,7 +110,10 @@ class _Work:
         return _key("text", self.text_fingerprint, text, config.dtype)
 
     def latent_key(self, view: View, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
-        paper = config.background.lower() if sample.has_alpha else ""
+        if sample.encoded:
+            paper = architecture_of(sample.name)  # it decides how the file's numbers are scaled
+        else:
+            paper = config.background.lower() if sample.has_alpha else ""
         return _key(
             "latents",
             self.image_fingerprint,
@@ -150,7 +154,9 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             content, buckets = bytes(16), []
             try:
                 content, mask = content_of(source, sample, hashes.of)
-                buckets = views_for(*size, content[:8].hex(), source.config, step=work.step)
+                buckets = views_for(
+                    *size, content[:8].hex(), source.config, step=work.step, encoded=sample.encoded
+                )
             except ValueError as error:  # BadImage, or no bucket for this size
                 bad[number] = str(error)
             builder.add_sample(size, sample.source, content, texts)
@@ -173,13 +179,15 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
 
 @dataclass(frozen=True)
 class _Loaded:
-    """One picture on its way to the VAE. `pixels` or `mask` is None where the cache has it."""
+    """One picture on its way to the VAE. `pixels`, `latents` or `mask` is None where the cache has it."""
 
     view: View
     latent_key: bytes
     mask_key: bytes
-    pixels: Tensor | None
-    mask: Tensor | None
+    pixels: Tensor | None = None
+    latents: Tensor | None = None
+    """Instead of pixels, where that is what the file holds."""
+    mask: Tensor | None = None
 
 
 def _encode_images(work: _Work, index: Index, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
@@ -192,8 +200,10 @@ def _encode_images(work: _Work, index: Index, numbers: Sequence[int]) -> Iterato
         for item in loaded:
             if item.mask is not None and work.lacks("masks", item.mask_key):
                 work.write("masks", item.mask_key, {"mask": item.mask})
+            latents = item.latents
             if item.pixels is not None and work.lacks("latents", item.latent_key):
                 latents = _encode_picture(work, item.pixels, sample.name)
+            if latents is not None:
                 stored = latents.to(_DTYPES[work.images.source(sample).config.dtype])
                 work.write("latents", item.latent_key, {"latents": stored})
         yield number, ""
@@ -232,24 +242,58 @@ def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
     sample = work.images.samples[number]
     source = work.images.source(sample)
     content = int(index.content[number]).to_bytes(8, "little").hex()
-    buckets = views_for(sample.width, sample.height, content, source.config, step=work.step)
+    size = (sample.width, sample.height)
+    buckets = views_for(*size, content, source.config, step=work.step, encoded=sample.encoded)
     views = [view for bucket in buckets for view in bucket]
     first = int(index.view_start[np.searchsorted(index.sample, number)])
+    wanted = [
+        _Loaded(view, index.latent_key(place), index.mask_key(place))
+        for place, view in enumerate(views, first)
+    ]
     try:
-        picture, mask = open_sample(source, sample)
-        loaded = []
-        for place, view in enumerate(views, first):
-            latent_key, mask_key = index.latent_key(place), index.mask_key(place)
-            pixels = torch.from_numpy(render(picture, view)) if work.lacks("latents", latent_key) else None
-            weights = None
-            if mask is not None and work.lacks("masks", mask_key):
-                weights = _mask_at(mask, picture.size, view, work.reduction)
-                if not weights.any() and not source.config.mask.outside:
-                    return "its mask is black all over the crop, so nothing of it would be learned"
-            loaded.append(_Loaded(view, latent_key, mask_key, pixels, weights))
-        return loaded
+        return (_with_latents if sample.encoded else _with_pixels)(work, source, sample, wanted)
     except BadImage as error:
         return str(error)
+
+
+def _with_pixels(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
+    picture, mask = open_sample(source, sample)
+    loaded = []
+    for item in wanted:
+        lacks = work.lacks("latents", item.latent_key)
+        pixels = torch.from_numpy(render(picture, item.view)) if lacks else None
+        weights = _weights(work, source, mask, picture.size, item.view, item.mask_key)
+        loaded.append(replace(item, pixels=pixels, mask=weights))
+    return loaded
+
+
+def _with_latents(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
+    loaded = []
+    for item in wanted:
+        bucket = item.view.crop.bucket
+        latents, alpha = open_latents(source, sample, bucket, work.encoder.latent_shape(*bucket))
+        mask, size, view = mask_file(source, sample), (sample.width, sample.height), item.view
+        if mask is None:
+            mask, size, view = alpha, bucket, View(Crop(bucket, (0, 0, *bucket)))
+        weights = _weights(work, source, mask, size, view, item.mask_key)
+        lacks = work.lacks("latents", item.latent_key)
+        loaded.append(replace(item, latents=latents if lacks else None, mask=weights))
+    return loaded
+
+
+def _weights(
+    work: _Work, source: Source, mask: Image | None, image_size: Size, view: View, key: bytes
+) -> Tensor | None:
+    """Return the mask under a view, None if there is none or the cache has it.
+
+    Raises BadImage if it leaves nothing of the view.
+    """
+    if mask is None or not work.lacks("masks", key):
+        return None
+    weights = _mask_at(mask, image_size, view, work.reduction)
+    if not weights.any() and not source.config.mask.outside:
+        raise BadImage("its mask is black all over the crop, so nothing of it would be learned")
+    return weights
 
 
 def _mask_at(mask: Image, image_size: Size, view: View, reduction: int) -> Tensor:

@@ -31,6 +31,7 @@ from .caption_file import (
 )
 from .config import DatasetConfig
 from .image_file import EXTENSIONS, HEIC, BadImage, read_header
+from .latent_file import is_latent_file, read_latent_header, stem_of
 from .roots import is_inside
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 
@@ -54,11 +55,19 @@ class _Folder:
 
     @cached_property
     def images(self) -> list[str]:
-        """Image files in sorted order, masks among them; not the HEIC original of a picture beside it."""
+        """Image files in sorted order, masks among them; not the HEIC original of a picture beside it.
+
+        Latent files are images too where the picture itself is not there.
+        """
         common = [name for name in self.files if PurePosixPath(name).suffix.lower() in EXTENSIONS]
         stems = {PurePosixPath(name).stem for name in common}
         photos = [name for name in self.files if PurePosixPath(name).suffix.lower() in HEIC]
-        return sorted(common + [name for name in photos if PurePosixPath(name).stem not in stems])
+        images = common + [name for name in photos if PurePosixPath(name).stem not in stems]
+        stems = {PurePosixPath(name).stem for name in images}
+        latents = [name for name in self.files if is_latent_file(name)]
+        return sorted(
+            images + [name for name in latents if not stems & {stem_of(name), PurePosixPath(name).stem}]
+        )
 
     @cached_property
     def captions(self) -> Mapping[str, str]:
@@ -74,7 +83,7 @@ class _Folder:
     def by_stem(self) -> Mapping[str, list[str]]:
         stems: dict[str, list[str]] = {}
         for name in self.images:
-            stems.setdefault(PurePosixPath(name).stem, []).append(name)
+            stems.setdefault(stem_of(name), []).append(name)
         return stems
 
     @cached_property
@@ -89,7 +98,7 @@ class _Folder:
 
     def twins(self, file: str) -> list[str]:
         """Return other images whose caption or mask would be the same file as this one's."""
-        stem = PurePosixPath(file).stem
+        stem = stem_of(file)
         shared = stem in self.masks or any(stem + extension in self.captions for extension in CAPTION_FILES)
         return [name for name in self.by_stem[stem] if name != file] if shared else []
 
@@ -255,22 +264,23 @@ def _sample(
 ) -> Sample:
     if twins := folder.twins(file):
         raise BadImage(f"shares its caption or mask with {', '.join(twins)}; rename or remove one of them")
-    stem, path = PurePosixPath(file).stem, root / folder.relative / file
+    stem, path = stem_of(file), root / folder.relative / file
     try:
         info = path.stat()
     except OSError as error:
         raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
-    header = read_header(path)
+    header = read_latent_header(path) if is_latent_file(file) else read_header(path)
     mask = folder.masks.get(stem) if config.mask.source in _MASK_FILES else None
     places = Places(path.parent, folder.relative, folder.captions, metadata)
     return Sample(
         name=folder.name_of(file),
         width=header.width,
         height=header.height,
-        captions=_captions(file, places, config),
+        captions=_captions(stem + path.suffix, places, config),
         repeats=config.repeats * _repeats_of(root, folder.relative),
         mask=folder.name_of(mask) if mask else "",
         has_alpha=header.has_alpha,
+        encoded=header.encoded,
         bytes=info.st_size,
         mtime_ns=info.st_mtime_ns,
     )

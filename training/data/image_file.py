@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
+from .bucket import Size
+
 if TYPE_CHECKING:
     from PIL.TiffImagePlugin import TiffImageFile
 
@@ -44,6 +46,8 @@ class Header:
     """Pixels, upright."""
     height: int
     has_alpha: bool
+    encoded: tuple[Size, ...] = ()
+    """Of a latent file the sizes in pixels in which it holds the picture."""
 
 
 def read_header(path: Path) -> Header:

@@ -13,8 +13,9 @@ from torch import Tensor
 from .augment import View, views_for
 from .caption import variations
 from .hashes import file_digest
-from .reading import content_of, open_sample
-from .samples import ImageSet, Sample
+from .image import Picture, picture_from_array
+from .reading import content_of, mask_file, open_sample
+from .samples import ImageSet, Sample, Source
 
 _PAPER, _INK, _FRAME = (24, 24, 24), (230, 230, 230), (255, 176, 0)
 _MARGIN, _LINE, _LINES = 8, 15, 6
@@ -44,22 +45,31 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
     text = variations(sample.captions, source.config)[0] or "(empty caption)"
     try:
         content, _ = content_of(source, sample, file_digest)
-        buckets = views_for(sample.width, sample.height, content[:8].hex(), source.config, step=step)
-        picture, mask = open_sample(source, sample)
+        whole = (sample.width, sample.height)
+        buckets = views_for(*whole, content[:8].hex(), source.config, step=step, encoded=sample.encoded)
+        picture, mask = _drawable(source, sample)
     except ValueError as error:  # BadImage, or no bucket for this size
         _write(drawn, [sample.name, f"cannot be used: {error}"], cell)
         return drawn
     views = [bucket[0] for bucket in buckets]
     scale = cell / max(sample.width, sample.height)
     size = (max(1, round(sample.width * scale)), max(1, round(sample.height * scale)))
-    pixels = picture.crop((0, 0, sample.width, sample.height), size)
+    pixels = picture.crop((0, 0, *picture.size), size)
     if mask is not None:
         weights = np.asarray(mask.resize(size), np.float32)[:, :, None] / np.float32(255)
         pixels = pixels * (np.float32(0.35) + np.float32(0.65) * weights)
     image = _with_crop(Image.fromarray((pixels * 255).astype(np.uint8)), views[-1], scale)
     drawn.paste(image, (_MARGIN + (cell - size[0]) // 2, _MARGIN + (cell - size[1]) // 2))
-    _write(drawn, [sample.name, *(_fit(view, sample) for view in views[-2:]), text], cell)
+    name = f"{sample.name} (latents, no picture)" if sample.encoded else sample.name
+    _write(drawn, [name, *(_fit(view, sample) for view in views[-2:]), text], cell)
     return drawn
+
+
+def _drawable(source: Source, sample: Sample) -> tuple[Picture, Image.Image | None]:
+    """Return an image's pixels and mask; a single gray pixel where there are only latents."""
+    if not sample.encoded:
+        return open_sample(source, sample)
+    return picture_from_array(np.full((1, 1, 3), 0.5, np.float32)), mask_file(source, sample)
 
 
 def _with_crop(image: Image.Image, view: View, scale: float) -> Image.Image:

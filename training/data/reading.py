@@ -14,8 +14,10 @@ from pathlib import Path
 from PIL.Image import Image
 from torch import Tensor
 
+from .bucket import Size
 from .image import Picture, mask_from_array, picture_from_array, read_mask, read_picture
 from .image_file import BadImage
+from .latent_file import read_latents, read_opacity
 from .samples import IN_MEMORY, Sample, Source
 
 _ALPHA = ("alpha", "auto")
@@ -33,11 +35,28 @@ def open_sample(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
         mask = mask_from_array(source.masks[number].numpy()) if source.masks else None
     else:
         picture = read_picture(source.path(sample.name), background=background)
-        mask = _mask_file(source, sample)
+        mask = mask_file(source, sample)
         _require_unchanged(source, sample)
     if mask is None and source.config.mask.source in _ALPHA:
         mask = picture.alpha
     return picture, mask
+
+
+def open_latents(
+    source: Source, sample: Sample, size: Size, shape: tuple[int, ...]
+) -> tuple[Tensor, Image | None]:
+    """Return a latent file's latents of `size` pixels, `shape` float32, and the mask (mode L) in it, if any.
+
+    That mask lies over the crop; the one of `mask_file` lies over the whole picture.
+    Raises BadImage if they cannot be used, or the file is not the one that was scanned.
+    """
+    path = source.path(sample.name)
+    _require_unchanged(source, sample)
+    latents = read_latents(path, size, shape)
+    has_mask = sample.has_alpha and source.config.mask.source in _ALPHA
+    mask = read_opacity(path, size) if has_mask else None
+    _require_unchanged(source, sample)
+    return latents, mask
 
 
 def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) -> tuple[bytes, bytes]:
@@ -61,7 +80,8 @@ def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) 
     return image, mask
 
 
-def _mask_file(source: Source, sample: Sample) -> Image | None:
+def mask_file(source: Source, sample: Sample) -> Image | None:
+    """Return the mask that lies beside an image, in mode L. Raises BadImage if it cannot be used."""
     try:
         return read_mask(source.path(sample.mask)) if sample.mask else None
     except BadImage as error:

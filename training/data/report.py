@@ -24,7 +24,11 @@ def summary(images: ImageSet) -> str:
     was left out.
     """
     table = images.samples
-    bare = Counter(sample.source for sample in table if not any(sample.captions))
+    bare: Counter[int] = Counter()
+    encoded: Counter[int] = Counter()
+    for sample in table:
+        bare[sample.source] += not any(sample.captions)
+        encoded[sample.source] += bool(sample.encoded)
     lines = []
     for place, source in enumerate(images.sources):
         repeats = table.column("repeats")[table.column("source") == place]
@@ -33,6 +37,8 @@ def summary(images: ImageSet) -> str:
             f"Folder {source.title}: {len(repeats)} images{kind}, each {_span(repeats)} times, "
             f"loss weight {source.config.weight:g}"
         )
+        if encoded[place]:
+            lines.append(f"Latents (.npz) in place of the picture: {encoded[place]}")
         if bare[place]:
             text = finish("", source.config)
             shown = f'"{text}" alone' if text else "an empty one"

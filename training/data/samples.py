@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .bucket import Size
 from .config import DatasetConfig
 
 IN_MEMORY = "image-"
@@ -44,6 +45,8 @@ class Sample:
     mask: str = ""
     """Path of the mask file inside the folder; empty if there is none."""
     has_alpha: bool = False
+    encoded: tuple[Size, ...] = ()
+    """Where the file holds latents: the sizes in pixels of the pictures that they show; () for an image."""
     bytes: int = 0
     mtime_ns: int = 0
     source: int = 0
@@ -157,6 +160,7 @@ class SampleTable(Sequence[Sample]):
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self.names = Strings()
         self._masks = Strings()
+        self._encoded = Strings()  # "1024x768 512x384"
         self._captions = Texts()
         self._small = array("i")  # _SMALL of every sample
         self._large = array("q")  # bytes, mtime_ns, number of captions up to and with this sample
@@ -167,6 +171,7 @@ class SampleTable(Sequence[Sample]):
         """Add a sample; only whoever builds the table calls this."""
         self.names.append(sample.name)
         self._masks.append(sample.mask)
+        self._encoded.append(" ".join(f"{width}x{height}" for width, height in sample.encoded))
         for caption in sample.captions:
             self._captions.append(caption)
         self._small.extend(int(getattr(sample, name)) for name in _SMALL)
@@ -194,6 +199,7 @@ class SampleTable(Sequence[Sample]):
             repeats=repeats,
             mask=self._masks[index],
             has_alpha=bool(alpha),
+            encoded=tuple(_size(text) for text in self._encoded[index].split()),
             bytes=size,
             mtime_ns=mtime_ns,
             source=source,
@@ -209,12 +215,17 @@ class SampleTable(Sequence[Sample]):
     @property
     def nbytes(self) -> int:
         """Bytes held, without Python's own few."""
-        texts = self.names.nbytes + self._masks.nbytes + self._captions.nbytes
+        texts = sum(part.nbytes for part in (self.names, self._masks, self._encoded, self._captions))
         return texts + 4 * len(self._small) + 8 * len(self._large)
 
 
 _SMALL = ("width", "height", "repeats", "source", "has_alpha")
 """Numbers of a sample that fit 32 bits."""
+
+
+def _size(text: str) -> Size:
+    width, height = text.split("x")
+    return int(width), int(height)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,179 @@
+"""Latents that kohya's sd-scripts cached beside a picture, taken for the picture: name.npz, or, newer,
+name_1024x0768_sdxl.npz, where the size is the picture's.
+
+The one rule: a file whose numbers cannot be brought to what the VAE makes is a BadImage with its reason.
+
+Such a file keeps no crop that could be relied on: `crop_ltrb` follows from the two aspect ratios alone and
+lies on the side that was not cut. But sd-scripts caches nothing but the middle of a picture that was resized
+to cover its bucket, which is this package's center crop (`bucket.crop_box`). With its bucket_no_upscale the
+picture is cut by up to a bucket step more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from zipfile import ZipFile
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+
+from .bucket import Size
+from .image import mask_from_array
+from .image_file import BadImage, Header, require_size
+
+CELL = 8
+"""Pixels per latent cell, along one side, of every VAE in _SCALES."""
+_EXTENSION = ".npz"
+_TEXT_ENDINGS = ("_te", "_te_outputs")
+"""How the names of cached text encodings end."""
+_NAME = re.compile(r"(.+)_\d{4,}x\d{4,}_([a-z0-9]+)")
+_FLUX = (0.3611, 0.1159)
+_SCALES: Mapping[str, tuple[float, float]] = {
+    "": (1.0, 0.0),
+    "sd": (1.0, 0.0),
+    "sdxl": (1.0, 0.0),
+    "sd3": (1.0, 0.0),
+    "flux": _FLUX,
+    "lumina": _FLUX,
+}
+"""Architecture in a name -> (scale, shift): stored is (latents - shift) * scale. Flux's VAE does it itself
+(black-forest-labs/flux, AutoEncoder.encode); ComfyUI's does not, so its latents are without."""
+_REMEDY = "put the picture itself beside it, to be encoded anew, or remove the file"
+
+
+def is_latent_file(file: str) -> bool:
+    """Say whether a file's name is that of latents, not of text encodings."""
+    path = PurePosixPath(file)
+    return path.suffix.lower() == _EXTENSION and not path.stem.endswith(_TEXT_ENDINGS)
+
+
+def stem_of(file: str) -> str:
+    """Return what an image or latent file shares with its caption: the name without extension and size."""
+    match = _match(file)
+    return match[1] if match else PurePosixPath(file).stem
+
+
+def architecture_of(file: str) -> str:
+    """Return for which model the latents were made; "" if the name of the file does not say."""
+    match = _match(file)
+    return match[2] if match else ""
+
+
+def read_latent_header(path: Path) -> Header:
+    """Return the size of the picture that latents were made of, and theirs, without reading them.
+
+    Raises BadImage if they cannot be used.
+    """
+    if (architecture := architecture_of(path.name)) not in _SCALES:
+        raise BadImage(f"how latents of {architecture!r} are scaled is not known; {_REMEDY}")
+    with _opened(path) as archive:
+        sizes = _sizes(archive)
+        if not sizes:
+            raise BadImage(f"holds no 'latents', but {', '.join(_keys(archive)) or 'nothing'}; {_REMEDY}")
+        for size in sizes:
+            require_size(*size)
+        width, height = _original_size(archive, next(iter(sizes.values())))
+        require_size(width, height)
+        has_alpha = all(f"alpha_mask{suffix}" in _keys(archive) for suffix in sizes.values())
+    return Header(width, height, has_alpha, tuple(sizes))
+
+
+def read_latents(path: Path, size: Size, shape: tuple[int, ...]) -> Tensor:
+    """Return the latents of a picture of `size` pixels as the VAE made them, `shape` float32.
+
+    Raises BadImage if the file does not hold them, or they are of another shape or not finite.
+    """
+    scale, shift = _SCALES[architecture_of(path.name)]
+    with _opened(path) as archive:
+        key = f"latents{_sizes(archive)[size]}"
+        found, _ = _kind(archive, key)
+        if found != shape:
+            raise BadImage(f"its latents are {found}, and this VAE makes {shape} of that size; {_REMEDY}")
+        return torch.from_numpy(_read(archive, key)) / scale + shift
+
+
+def read_opacity(path: Path, size: Size) -> Image:
+    """Return the opacity over the latents of `size` pixels, in their shape: mode L, opaque is white.
+
+    Raises BadImage if it cannot be used.
+    """
+    with _opened(path) as archive:
+        key = f"alpha_mask{_sizes(archive)[size]}"
+        shape, dtype = _kind(archive, key)
+        if len(shape) != 2 or dtype.kind != "f":
+            raise BadImage(f"its {key} is {shape} of {dtype}, not (height, width) floats; {_REMEDY}")
+        require_size(shape[1], shape[0])
+        return mask_from_array(_read(archive, key))
+
+
+def _match(file: str) -> re.Match[str] | None:
+    return _NAME.fullmatch(PurePosixPath(file).stem) if is_latent_file(file) else None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[ZipFile]:
+    """Give the file to read from, and turn whatever goes wrong meanwhile into a BadImage."""
+    try:
+        with ZipFile(path) as archive:
+            yield archive
+    except BadImage:
+        raise
+    except OSError as error:
+        raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # zipfile, zlib and numpy raise nearly anything on damaged files
+        raise BadImage(f"damaged, or no .npz file ({error}); {_REMEDY}") from error
+
+
+def _keys(archive: ZipFile) -> list[str]:
+    return sorted(name.removesuffix(".npy") for name in archive.namelist())
+
+
+def _sizes(archive: ZipFile) -> dict[Size, str]:
+    """Return the sizes in pixels of a file's latents -> the ending of the keys that belong to each.
+
+    Newer files may hold a picture in several sizes, as latents_96x128 (height, width) and so on.
+    """
+    sizes = {}
+    for match in (re.fullmatch(r"latents((?:_\d+x\d+)?)", key) for key in _keys(archive)):
+        if match:
+            shape, dtype = _kind(archive, match[0])
+            if len(shape) not in (3, 4) or dtype.kind != "f":
+                raise BadImage(f"its {match[0]} are {shape} of {dtype}, not (C, h, w) floats; {_REMEDY}")
+            sizes[shape[-1] * CELL, shape[-2] * CELL] = match[1]
+    return sizes
+
+
+def _original_size(archive: ZipFile, suffix: str) -> Size:
+    key = f"original_size{suffix}"
+    if key not in _keys(archive):
+        raise BadImage(f"does not say the size of its picture ('{key}' is missing); {_REMEDY}")
+    shape, dtype = _kind(archive, key)
+    if shape != (2,) or dtype.kind not in "iuf":
+        raise BadImage(f"its {key} are {shape} of {dtype}, not width and height; {_REMEDY}")
+    width, height = _read(archive, key).tolist()
+    return int(width), int(height)
+
+
+def _kind(archive: ZipFile, key: str) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    """Return an array's shape and type from its header."""
+    with archive.open(f"{key}.npy") as file:
+        version = npy.read_magic(file)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(file)
+        return shape, dtype
+
+
+def _read(archive: ZipFile, key: str) -> NDArray[np.float32]:
+    """Return an array of numbers as float32. Raises BadImage if they are not finite."""
+    with archive.open(f"{key}.npy") as file:
+        values: NDArray[np.float32] = npy.read_array(file, allow_pickle=False).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise BadImage(f"NaN or infinite values in its {key}; {_REMEDY}")
+    return values
