@@ -32,6 +32,7 @@ from .names import (
     export_family,
     kohya_prefix,
     match_weights,
+    native_prefix,
     network_shapes,
     places,
     text_encoder_layer,
@@ -150,8 +151,7 @@ def _plain(layer: LoraLayer) -> dict[str, Tensor]:
 def _encoder_name(part: str, path: str, layout: str, shapes: Shapes | None) -> str:
     if layout == "kohya":
         return kohya_prefix(part, shapes or ()) + path.replace(".", "_")
-    encoder = TEXT_ENCODERS[part]
-    return f"{encoder.native if layout == 'native' else encoder.peft}{path}"
+    return (native_prefix(part) if layout == "native" else TEXT_ENCODERS[part].peft) + path
 
 
 def _spelled(name: str, layer: LoraLayer, layout: str) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ layout."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ..family import FAMILIES, Family
+from ..family import FAMILIES, TEXT, Family
 from ..formats import EXPORTS
 from ..lora_file import LoraFile, LoraLayer
 from ..start import Matched, Rows, match_names, spellings
@@ -32,7 +33,6 @@ NETWORK = ""
 class TextEncoder:
     """How one text encoder is called; each name ends where the layer's path begins."""
 
-    native: str
     peft: str
     kohya: tuple[str, ...]
     """With underscores for dots; the one to write first."""
@@ -42,7 +42,6 @@ class TextEncoder:
 
 TEXT_ENCODERS: Mapping[str, TextEncoder] = {
     "clip_l": TextEncoder(
-        "text_encoders.clip_l.transformer.",
         "text_encoder.",
         ("lora_te1_", "lora_te_"),
         (
@@ -52,16 +51,12 @@ TEXT_ENCODERS: Mapping[str, TextEncoder] = {
         ),
     ),
     "clip_g": TextEncoder(
-        "text_encoders.clip_g.transformer.",
         "text_encoder_2.",
         ("lora_te2_",),
         ("conditioner.embedders.1.model.", "text_encoders.clip_g.transformer."),
     ),
-    "clip_h": TextEncoder(
-        "text_encoders.clip_h.transformer.", "text_encoder.", ("lora_te_",), ("cond_stage_model.model.",)
-    ),
+    "clip_h": TextEncoder("text_encoder.", ("lora_te_",), ("cond_stage_model.model.",)),
     "t5xxl": TextEncoder(
-        "text_encoders.t5xxl.transformer.",
         "text_encoder_3.",
         ("lora_te3_", "lora_te2_"),
         ("text_encoders.t5xxl.transformer.",),
@@ -100,7 +95,16 @@ class Place:
         if self.part == NETWORK:
             return spellings(self.path)
         encoder, flat = TEXT_ENCODERS[self.part], self.path.replace(".", "_")
-        return [*(k + flat for k in encoder.kohya), encoder.native + self.path, encoder.peft + self.path]
+        return [
+            *(k + flat for k in encoder.kohya),
+            native_prefix(self.part) + self.path,
+            encoder.peft + self.path,
+        ]
+
+
+def native_prefix(part: str) -> str:
+    """Return how ComfyUI's names of a text encoder's layers begin."""
+    return f"{TEXT}{part}.transformer."
 
 
 def kohya_prefix(part: str, keys: Iterable[str]) -> str:
@@ -147,10 +151,7 @@ def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
         "the base",
     )
     for key, layer in matched.layers.items():
-        rows, columns = shapes[key][0], 1
-        for side in shapes[key][1:]:
-            columns *= side
-        found = layer.shape
+        rows, columns, found = shapes[key][0], math.prod(shapes[key][1:]), layer.shape
         if found != (rows, columns):
             raise ValueError(
                 f"{file.name}: {layer.name}: made for {found[0]} outputs of {found[1]} weights, but {key} "
@@ -178,7 +179,7 @@ def text_encoder_layer(name: str) -> tuple[str, str] | None:
     Underscores are read back by what CLIP's and T5's layers are called.
     """
     for part, encoder in TEXT_ENCODERS.items():
-        for prefix in (*encoder.kohya, encoder.native, encoder.peft, *encoder.stored):
+        for prefix in (*encoder.kohya, native_prefix(part), encoder.peft, *encoder.stored):
             if name.startswith(prefix) and (path := _path(part, name.removeprefix(prefix))):
                 return part, path
     return None
