@@ -5,7 +5,8 @@ A forward set on the instance hides the class's; no hook, wrapper or renamed par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -26,3 +27,14 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], 
             module.forward = before
 
     return restore
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a Python module have `value` under `name` for the duration of the context."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

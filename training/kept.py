@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from .forward import replaced
+
 
 class Kept:
     """What one block keeps between its two passes."""
@@ -75,11 +77,8 @@ def attention_once() -> Iterator[None]:
             return attention(*args, **kwargs)
         return _current.attention_once(lambda: attention(*args, **kwargs))
 
-    F.scaled_dot_product_attention = attention_or_kept
-    try:
+    with replaced(F, "scaled_dot_product_attention", attention_or_kept):
         yield
-    finally:
-        F.scaled_dot_product_attention = attention
 
 
 def is_worth_keeping(shape: tuple[int, ...]) -> bool:

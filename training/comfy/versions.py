@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import comfy.model_management
 import comfy.ops
 import torch
 from torch.nn.attention import SDPBackend
+
+from ..forward import replaced
 
 try:
     from comfy.quant_ops import QuantizedTensor
@@ -28,8 +31,9 @@ def running_server() -> Any:
 
 @contextlib.contextmanager
 def training_mode() -> Iterator[None]:
-    """Tell ComfyUI to leave out kernels that have no backward, where it has that switch, and cuDNN's
-    attention, whose backward has given NaN (diffusers issue 9768, pytorch pull request 171627).
+    """Tell ComfyUI to leave out kernels that have no backward, where it has that switch, take those that it
+    uses nevertheless from plain PyTorch, and leave out cuDNN's attention, whose backward has given NaN
+    (diffusers issue 9768, pytorch pull request 171627).
     """
     management: Any = comfy.model_management
     in_training = getattr(management, "in_training", None)
@@ -40,7 +44,10 @@ def training_mode() -> Iterator[None]:
     if in_training is not None:
         management.in_training = True
     try:
-        yield
+        with contextlib.ExitStack() as undo:
+            for name, plain in plain_kernels().items():
+                undo.enter_context(replaced(sys.modules["comfy_kitchen"], name, plain))
+            yield
     finally:
         if in_training is not None:
             management.in_training = in_training
@@ -48,4 +55,19 @@ def training_mode() -> Iterator[None]:
         preferred[:] = before
 
 
-__all__ = ["QuantizedTensor", "running_server", "training_mode"]
+def plain_kernels() -> dict[str, Callable[..., Any]]:
+    """Return the functions of comfy_kitchen that networks call in training, as it has them in plain PyTorch:
+    its operators have no backward. None where ComfyUI does without the package.
+
+    Those whose name ends in "_" change their arguments, and no network calls them in training.
+    """
+    try:
+        kitchen = import_module("comfy_kitchen")
+        modules = [import_module(f"comfy_kitchen.backends.eager.{name}") for name in ("rope", "adaln")]
+    except ImportError:
+        return {}
+    public = [name for name in kitchen.__all__ if not name.endswith("_")]
+    return {name: vars(module)[name] for module in modules for name in public if name in vars(module)}
+
+
+__all__ = ["QuantizedTensor", "plain_kernels", "running_server", "training_mode"]
