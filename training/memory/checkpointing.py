@@ -26,15 +26,19 @@ from torch.utils.checkpoint import checkpoint
 from ..family import block_of
 from ..forward import set_forward
 from ..kept import Kept, attention_once
+from .in_place import kept, with_own_inputs
 from .offload import inputs_on_host
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @contextmanager
-def checkpointed(network: nn.Module, blocks: tuple[str, ...], mode: str) -> Iterator[None]:
+def checkpointed(
+    network: nn.Module, blocks: tuple[str, ...], mode: str, *, copies: bool = False
+) -> Iterator[None]:
     """Checkpoint every block of `network` whose path matches a glob in `blocks`, in one of `MODES`.
 
+    With `copies`, the network may change in place what autograd keeps; else that is an error in every mode.
     "auto" keeps everything: whoever knows how much memory there is chooses (`memory.plan`). The blocks'
     forwards are as before on every exit. Raises ValueError for an unknown mode.
     """
@@ -42,8 +46,11 @@ def checkpointed(network: nn.Module, blocks: tuple[str, ...], mode: str) -> Iter
         raise ValueError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
     recompute = MODES.get(mode)
     with ExitStack() as undo:
-        if recompute is not None:
-            for block in repeated_blocks(network, blocks).values():
+        undo.enter_context(kept(as_copies=copies))
+        for block in repeated_blocks(network, blocks).values():
+            if copies:
+                undo.callback(set_forward(block, with_own_inputs(block.forward)))
+            if recompute is not None:
                 undo.callback(set_forward(block, partial(recompute, block.forward)))
         if recompute is _selective:
             undo.enter_context(attention_once())

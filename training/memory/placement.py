@@ -2,7 +2,8 @@
 
 A step that ran out of memory is computed again by the next plan. Plans of one list only move data or compute
 it twice, so the run ends in the state that a larger device would have given, bit for bit where kernels add in
-one order. Where compiling fails, the run goes on without.
+one order. Where compiling fails, the run goes on without; where the network changes in place what its
+backward pass needs, with copies. A network that autograd cannot follow at all is refused by name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..adapters import Adapter, attach
 from ..model import Denoiser
 from .checkpointing import checkpointed
 from .compiling import compiled, is_compile_error
+from .in_place import is_changed_in_place
 from .plan import Plan
 from .usage import in_use, limited_to
 
@@ -36,6 +38,17 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
 )
 """What allocators say that have no exception of their own: the CPU's, libraries', and older devices'."""
+
+UNDIFFERENTIABLE = (
+    "modified by an inplace operation",
+    "modified inplace",
+    "in-place operation",
+    "trying to backward through",
+    "derivative for",
+    "does not require grad and does not have a grad_fn",
+    "inference tensors cannot be saved for backward",
+)
+"""What autograd says of code that it cannot follow: changes in place, operators without a backward pass."""
 
 
 class Placement:
@@ -60,6 +73,8 @@ class Placement:
         self.most = None if budget is None else in_use(denoiser.device) + budget
         self.compile = compile
         """Whether the blocks are compiled; no longer once that has failed."""
+        self.copies = False
+        """Whether autograd keeps copies; once the network has changed in place what it kept."""
         self._held = ExitStack()
 
     @property
@@ -88,10 +103,11 @@ class Placement:
         self.__enter__()
 
     def retrying(self, compute: Callable[[], T]) -> T:
-        """Return what `compute` does: by the next plan whenever memory runs out, and without compiling where
-        that fails.
+        """Return what `compute` does: by the next plan whenever memory runs out, without compiling where that
+        fails, and with copies where the network changes what autograd kept.
 
-        Gradients that an attempt left are dropped. Raises ValueError when there is no other plan.
+        Gradients that an attempt left are dropped. Raises ValueError when there is no other plan, and for a
+        network that has no backward pass.
         """
         while True:
             try:
@@ -114,17 +130,26 @@ class Placement:
             units = self.denoiser.family.checkpointed
             if self.compile:
                 held.enter_context(compiled(base.module, units))
-            held.enter_context(checkpointed(base.module, units, self.plan.checkpointing))
+            mode = self.plan.checkpointing
+            held.enter_context(checkpointed(base.module, units, mode, copies=self.copies))
             self._held = held.pop_all()
 
     def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
         """Return what to change before another attempt.
 
-        Raises `error` where nothing helps, and ValueError if memory ran out and there is no plan left.
+        Raises `error` where nothing helps, and ValueError if memory ran out and there is no plan left, or
+        the network cannot be differentiated.
         """
         if self.compile and is_compile_error(error):
             log.warning("Graft: torch.compile failed; training goes on without it, slower. %s", error)
             return self._stop_compiling
+        if is_changed_in_place(error) and not self.copies:
+            return self._keep_copies
+        if is_undifferentiable(error):
+            raise ValueError(
+                f"{self.denoiser.family.name} cannot be trained: autograd cannot follow the code that this "
+                f"ComfyUI has for its network ({error}). Update ComfyUI, or train another model."
+            ) from error
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
@@ -138,10 +163,19 @@ class Placement:
     def _stop_compiling(self) -> None:
         self.compile = False
 
+    def _keep_copies(self) -> None:
+        self.copies = True
+        log.info("Graft: the network changes in place what its backward pass needs, so copies are kept.")
+
     def _drop_plan(self) -> None:
         gc.collect()
         failed = self.plans.pop(0)
         log.warning("Graft: memory ran out with %s; going on with %s.", failed, self.plan)
+
+
+def is_undifferentiable(error: BaseException) -> bool:
+    """Say whether autograd could not follow what was computed."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in UNDIFFERENTIABLE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
