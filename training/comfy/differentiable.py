@@ -36,7 +36,7 @@ IN_PLACE: Mapping[str, InPlaceBlock] = {
     "CLIPLayer": InPlaceBlock(("x",), ("layer_norm1", "layer_norm2")),
 }
 """By class name in ComfyUI: Flux, Chroma, Flux.2 and Hunyuan share the first two; SD3's context processor;
-CLIP text encoders."""
+CLIP text encoders. A block of this name without these children is another model's."""
 
 
 @contextmanager
@@ -45,7 +45,8 @@ def differentiable(network: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         for module in network.modules():
             names = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("comfy.")]
-            for kind in (IN_PLACE[name] for name in names if name in IN_PLACE):
+            kinds = [IN_PLACE[name] for name in names if name in IN_PLACE]
+            for kind in (kind for kind in kinds if all(hasattr(module, name) for name in kind.readers)):
                 undo.callback(set_forward(module, partial(_with_copies, module.forward, kind.streams)))
                 for child in (getattr(module, name) for name in kind.readers):
                     undo.callback(set_forward(child, partial(_reading_a_copy, child.forward)))
