@@ -61,15 +61,22 @@ def trained():
             patcher = TINY[name]()
             before = snapshot(patcher)
             denoiser = ComfyDenoiser(patcher)
-            cache[name] = (
-                patcher,
-                denoiser,
-                train(denoiser, Samples(TINY[name]), CONFIG, None, steps=2),
-                before,
-            )
+            cache[name] = (patcher, denoiser, two_steps(denoiser, TINY[name]), before)
         return cache[name]
 
     return of
+
+
+def two_steps(denoiser, tiny, checkpointing="none"):
+    """Train it in a checkpointing mode; return the state."""
+    memory = MemoryConfig(dtype="fp32", checkpointing=checkpointing)
+    return train(denoiser, Samples(tiny), dataclasses.replace(CONFIG, memory=memory), None, steps=2)
+
+
+def unmoved(denoiser, state):
+    """The adapter parameters that are as in a fresh adapter."""
+    start = initial_state(denoiser, CONFIG).weights
+    return [key for key, tensor in state.weights.items() if torch.equal(tensor, start[key])]
 
 
 def snapshot(patcher):
@@ -138,9 +145,7 @@ def test_every_adapter_parameter_has_a_gradient_by_step_two(name, trained):
     """Both factors have moved after two steps: `up` starts at zero, `down` gets its first gradient at step
     2."""
     _, denoiser, state, _ = trained(name)
-    start = initial_state(denoiser, CONFIG).weights
-    still = [key for key, tensor in state.weights.items() if torch.equal(tensor, start[key])]
-    assert not still
+    assert not unmoved(denoiser, state)
     assert all(torch.isfinite(tensor).all() for tensor in state.weights.values())
 
 
@@ -155,8 +160,7 @@ def test_the_base_is_byte_identical_after_training(name, trained):
 @every_family
 def test_checkpointing_leaves_the_training_unchanged(name, trained):
     _, denoiser, state, _ = trained(name)
-    memory = MemoryConfig(dtype="fp32", checkpointing="block")
-    again = train(denoiser, Samples(TINY[name]), dataclasses.replace(CONFIG, memory=memory), None, steps=2)
+    again = two_steps(denoiser, TINY[name], "block")
     assert again.losses == state.losses
     assert all(torch.equal(again.weights[key], tensor) for key, tensor in state.weights.items())
 

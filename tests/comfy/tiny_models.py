@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import comfy.model_management
@@ -40,8 +41,10 @@ class Tiny:
     config: str
     """Class in comfy.supported_models."""
     unet: dict = field(repr=False)
-    family: str = ""
+    family: str = "generic"
     """Expected Family.name."""
+    size: tuple = (8, 8)
+    """Of latents, behind channels and frames."""
     width: int = 64
     """Of a token of text."""
     pooled: int = 0
@@ -50,12 +53,24 @@ class Tiny:
     """0 for image latents (B, C, H, W)."""
     extra: Callable = dict
     """Further conditioning."""
+    idle: tuple = ()
+    """Globs of layers whose output this conditioning does not let the network see."""
+    weights: Callable = dict
+    """What of a file the model insists on."""
+    building: Callable = nullcontext
+    """A context in which its network is small."""
+
+    @property
+    def missing(self):
+        """Whether this ComfyUI is too old for it."""
+        return not hasattr(comfy.supported_models, self.config)
 
     def __call__(self, seed=0, patcher=None):
         model_config = getattr(comfy.supported_models, self.config)(dict(self.unet))
+        model_config.unet_config.update(self.unet)  # also where it has one size
         model_config.set_inference_dtype(torch.float32, None)
-        with dynamic_vram.off():  # layers would get their weights with a file's
-            model = model_config.get_model({}, "")
+        with dynamic_vram.off(), self.building():  # layers would get their weights with a file's
+            model = model_config.get_model(self.weights(), "")
         fill(model.diffusion_model, seed)
         device = comfy.model_management.get_torch_device()
         usual = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
@@ -64,8 +79,8 @@ class Tiny:
     def conditioning(self, index):
         return {**image_conditioning(index, tokens=8, width=self.width, pooled=self.pooled), **self.extra()}
 
-    def batch(self, indices=(0, 1), size=(8, 8)):
-        shape = (self.channels, *([self.frames] if self.frames else []), *size)
+    def batch(self, indices=(0, 1), size=None):
+        shape = (self.channels, *([self.frames] if self.frames else []), *(size or self.size))
         latents = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in indices]
         return Batch(
             torch.stack(latents), [self.conditioning(i) for i in indices], [f"{i}.png" for i in indices]
@@ -80,7 +95,7 @@ def fill(network, seed):
             fan_in = tensor[0].numel()
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * fan_in**-0.5)
         elif tensor.is_floating_point():
-            tensor.fill_(1.0 if name.endswith(("weight", "scale")) else 0.0)
+            tensor.fill_(1.0 if name.endswith(("weight", "scale", "gamma")) else 0.0)
         if name.endswith("pos_embed"):
             tensor.mul_(0.02)
 

@@ -141,6 +141,7 @@ class ComfyDenoiser:
             noise=x_t,
             device=self.device,
             latent_image=torch.zeros_like(x_t),
+            latent_shapes=[x_t.shape],
             **{**known, **extras, **conditioning},
         )
 
