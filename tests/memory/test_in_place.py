@@ -1,5 +1,7 @@
-"""A network that changes in place what its backward pass needs trains as one that does not, in every mode; one
-that autograd cannot follow is refused by name."""
+"""A network that changes in place what its backward pass needs trains as one that does not, in every mode.
+
+One that autograd cannot follow is refused by name.
+"""
 
 from __future__ import annotations
 
