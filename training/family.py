@@ -101,11 +101,11 @@ def family_of(
     """Return the family of a ComfyUI model config: its class name, what was detected, and the model file's
     name.
 
-    The generic row where there is none. A file named like a distilled model gets a note that says what to do
-    about it, and is drawn without guidance.
+    The generic row under the class's name where there is none. A file named like a distilled model gets a
+    note that says what to do about it, and is drawn without guidance.
     """
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
-    family = FAMILIES.get(row, GENERIC)
+    family = FAMILIES.get(row) or replace(GENERIC, name=config_class)
     words = re.sub(r"(?<=[a-z\d])(?=[A-Z])", " ", file).lower()  # also those of "sdxlTurbo"
     found = re.search(rf"(?<![a-z])({'|'.join(DISTILLED)})(?![a-z])", words)
     return replace(family, notes=family.notes or (_distilled(found[1]),), cfg=1.0) if found else family
@@ -192,7 +192,7 @@ GENERIC = Family(
     key_prefix="",
 )
 """Any other model that ComfyUI samples: its target by the affine law, its noise levels from its own
-schedule."""
+schedule. Named after its config class in ComfyUI."""
 
 _SDXL = Family(
     name="SDXL",

@@ -1,5 +1,7 @@
 """Architectures without a row of their own: the generic row trains them, whatever their latents are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from graft.tests.card import PRETENDED
 from graft.tests.comfy.test_families import two_steps, unmoved
 from graft.tests.comfy.tiny_others import OTHERS
 from graft.training.adapters import matches
+from graft.training.comfy import versions
 from graft.training.comfy.denoiser import ComfyDenoiser
-
 
 IN_PLACE = ("ltxav", "ltxv", "pixeldit")
 """They change in place what autograd kept: their first step fails and is computed again with copies."""
@@ -27,7 +29,7 @@ def test_it_trains_whole_and_alike_with_checkpointing_and_without(name, caplog):
     """By step two every adapter has moved but those on layers that the network does not use here."""
     caplog.set_level("INFO")
     denoiser, tiny = built(name), OTHERS[name]
-    assert denoiser.family.name == "generic"
+    assert denoiser.family.name == tiny.config
     state, again = (two_steps(denoiser, tiny, mode) for mode in ("none", "block"))
     assert ("copies are kept" in caplog.text) == (name in IN_PLACE)
     silent = {key.rpartition(".")[0] for key in unmoved(denoiser, state)}
@@ -35,3 +37,23 @@ def test_it_trains_whole_and_alike_with_checkpointing_and_without(name, caplog):
     assert all(torch.isfinite(tensor).all() for tensor in state.weights.values())
     assert state.losses == again.losses
     assert all(torch.equal(again.weights[key], tensor) for key, tensor in state.weights.items())
+
+
+@pytest.mark.parametrize("name", ["wan", "hydit", "stable_audio"])
+def test_latents_of_another_kind_of_vae_are_refused_by_name(name):
+    tiny = OTHERS[name]
+    other = replace(tiny, frames=0 if tiny.frames else 2)
+    with pytest.raises(
+        ValueError, match=rf"{tiny.config} takes latents of \(batch, channels, .*\), but these"
+    ):
+        two_steps(built(name), other)
+
+
+@pytest.mark.skipif(PRETENDED, reason="an error in a backward pass there ends the process, in torch")
+def test_a_network_of_operators_without_a_backward_pass_is_refused_by_name(monkeypatch):
+    """As they are called where ComfyUI is newer than what is known here of its kernels."""
+    if not versions.plain_kernels():
+        pytest.skip("this ComfyUI has no kernels of its own")
+    monkeypatch.setattr(versions, "plain_kernels", dict)
+    with pytest.raises(ValueError, match=r"ErnieImage cannot be trained: .*apply_rope_split_half.* Update"):
+        two_steps(built("ernie"), OTHERS["ernie"])

@@ -41,7 +41,7 @@ class Tiny:
     config: str
     """Class in comfy.supported_models."""
     unet: dict = field(repr=False)
-    family: str = "generic"
+    family: str = ""
     """Expected Family.name."""
     size: tuple = (8, 8)
     """Of latents, behind channels and frames."""
@@ -276,7 +276,7 @@ TINY = {
     "zimage": Tiny("ZImage", _ZIMAGE, "Z-Image", extra=_mask),
     "qwen": Tiny("QwenImage", _QWEN, "Qwen-Image", extra=_mask, frames=1),
     "hidream": Tiny("HiDream", _HIDREAM, "HiDream", pooled=32, extra=_llama),
-    "generic": Tiny("AuraFlow", _AURA, "generic", channels=4),
+    "generic": Tiny("AuraFlow", _AURA, "AuraFlow", channels=4),
 }
 """Every family; "generic" is one that has no row (AuraFlow)."""
 

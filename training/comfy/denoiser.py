@@ -26,6 +26,12 @@ from .text_encoders import TextEncoders
 from .versions import training_mode
 
 NETWORK = "diffusion_model"
+LATENTS = {
+    1: ("batch", "channels", "length"),
+    2: ("batch", "channels", "height", "width"),
+    3: ("batch", "channels", "frames", "height", "width"),
+}
+"""By the `latent_dimensions` of ComfyUI's latent format: of sound and shapes, of images, of video."""
 
 
 class ComfyDenoiser:
@@ -88,6 +94,16 @@ class ComfyDenoiser:
                 comfy.model_management.soft_empty_cache()
 
     def scale_latents(self, latents: Tensor) -> Tensor:
+        """Return them as the model's own latent format scales them.
+
+        Raises ValueError for those of another kind of VAE: without the frames that this model takes, say.
+        """
+        kind = LATENTS[self.model.latent_format.latent_dimensions]
+        if latents.ndim != len(kind):
+            raise ValueError(
+                f"{self.family.name} takes latents of ({', '.join(kind)}), but these have the shape "
+                f"{tuple(latents.shape)}: encode the dataset with the VAE that belongs to the model."
+            )
         return self.model.process_latent_in(latents)  # type: ignore[no-any-return]
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
