@@ -58,5 +58,7 @@ class ComfyEncoder:
             [[cond, extra]] = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption))
             found = {"cross_attn": cond, **extra}
             return {
-                name: value.to("cpu").clone() for name, value in found.items() if isinstance(value, Tensor)
+                name: torch.as_tensor(value).to("cpu").clone()  # LTX-2.3 says by a flag what its text is
+                for name, value in found.items()
+                if isinstance(value, Tensor | bool | int | float)
             }
