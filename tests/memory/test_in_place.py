@@ -16,7 +16,7 @@ from graft.tests.tiny import Block, TinyDataset, TinyDenoiser
 from graft.training.memory.checkpointing import MODES, checkpointed
 from graft.training.memory.in_place import is_changed_in_place
 from graft.training.memory.outlook import probe
-from graft.training.memory.plan import candidates
+from graft.training.memory.plan import candidates, predictor
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
 
@@ -100,3 +100,12 @@ def test_measuring_its_memory_refuses_it_too():
     denoiser, settings = denoiser_of(Rounding), config()
     with pytest.raises(ValueError, match="tiny cannot be trained"):
         probe(denoiser, denoiser.specs, settings, BATCH, candidates(settings.memory))
+
+
+def test_the_memory_of_copies_is_foreseen():
+    settings, peaks = config(), {}
+    for kind in (Block, Adding):
+        denoiser = denoiser_of(kind)
+        predict = predictor(denoiser, denoiser.specs, settings, BATCH)
+        peaks[kind] = [predict(plan).step.peak for plan in candidates(settings.memory)]
+    assert all(copied > plain for copied, plain in zip(peaks[Adding], peaks[Block], strict=True))

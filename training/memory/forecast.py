@@ -50,8 +50,11 @@ def forecast(
     batch: Batch,
     mode: str,
     dtype: torch.dtype,
+    *,
+    copies: bool = False,
 ) -> Forecast:
-    """Return what a step over `batch` takes with adapters on the `adapted` layers, checkpointed by `mode`.
+    """Return what a step over `batch` takes with adapters on the `adapted` layers, checkpointed by `mode`,
+    and `copies` kept where it changes in place what its backward pass needs.
 
     Block inputs that "block-offload" moves to host memory are left out, whichever device this is.
     Raises RuntimeError where shapes depend on floating-point numbers.
@@ -68,7 +71,7 @@ def forecast(
         stack.enter_context(attach(base.layers, adapters))
         units = denoiser.family.checkpointed
         kept_of_block = "block" if mode == "block-offload" else mode
-        stack.enter_context(checkpointed(base.module, units, kept_of_block))
+        stack.enter_context(checkpointed(base.module, units, kept_of_block, copies=copies))
         inputs: list[int] = []
         for block in repeated_blocks(base.module, units).values() if mode == "block-offload" else ():
             stack.callback(block.register_forward_pre_hook(_noting(inputs), with_kwargs=True).remove)

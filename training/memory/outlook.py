@@ -13,7 +13,7 @@ from ..config import TrainConfig
 from ..layer import LayerSpec
 from ..model import Batch, Denoiser
 from ..objective import loss_at
-from .placement import Placement
+from .placement import Placement, refuse_undifferentiable
 from .plan import Plan, budget_of, fitting, gib, predictor, table
 from .precision import compute_dtype
 from .usage import peak_of, wait
@@ -42,13 +42,14 @@ def outlook(
 ) -> str:
     """Return the table of `plans` on this device, as free and as fast as it is now.
 
-    Raises ValueError for a network whose memory cannot be foreseen.
+    Raises ValueError for a network that cannot be trained or whose memory cannot be foreseen.
     """
     budget = budget_of(denoiser, config.memory)
     predict = predictor(denoiser, adapted, config, batch)
     try:
         found = [predict(plan) for plan in plans]
     except (RuntimeError, NotImplementedError) as error:
+        refuse_undifferentiable(error, denoiser.family.name)
         raise ValueError(
             f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
             "fastest plan and goes on with the next one when memory runs out."

@@ -145,11 +145,7 @@ class Placement:
             return self._stop_compiling
         if is_changed_in_place(error) and not self.copies:
             return self._keep_copies
-        if is_undifferentiable(error):
-            raise ValueError(
-                f"{self.denoiser.family.name} cannot be trained: autograd cannot follow the code that this "
-                f"ComfyUI has for its network ({error}). Update ComfyUI, or train another model."
-            ) from error
+        refuse_undifferentiable(error, self.denoiser.family.name)
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
@@ -173,9 +169,13 @@ class Placement:
         log.warning("Graft: memory ran out with %s; going on with %s.", failed, self.plan)
 
 
-def is_undifferentiable(error: BaseException) -> bool:
-    """Say whether autograd could not follow what was computed."""
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in UNDIFFERENTIABLE)
+def refuse_undifferentiable(error: BaseException, name: str) -> None:
+    """Raise ValueError where `error` is that autograd could not follow the network of family `name`."""
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in UNDIFFERENTIABLE):
+        raise ValueError(
+            f"{name} cannot be trained: autograd cannot follow the code that this ComfyUI has for its "
+            f"network ({error}). Update ComfyUI, or train another model."
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

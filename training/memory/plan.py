@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -21,6 +21,7 @@ from ..model import Batch, Denoiser
 from ..optimizer import row_of
 from .checkpointing import MODES
 from .forecast import Forecast, forecast
+from .in_place import is_changed_in_place
 from .precision import compute_dtype
 from .store import STORES, UNPLACED, bytes_of, is_rounded
 from .usage import free_bytes
@@ -155,7 +156,13 @@ def predictor(
 
     @cache
     def step(mode: str) -> Forecast:
-        return forecast(denoiser, adapted, config.adapter, batch, mode, dtype)
+        foreseen = partial(forecast, denoiser, adapted, config.adapter, batch, mode, dtype)
+        try:
+            return foreseen()
+        except RuntimeError as error:
+            if not is_changed_in_place(error):
+                raise
+        return foreseen(copies=True)
 
     def predict(plan: Plan) -> Prediction:
         weights = bytes_of(denoiser.specs, blocks, plan.base, dtype) + whole_again(
