@@ -130,8 +130,9 @@ def block_of(path: str, blocks: Iterable[str]) -> str | None:
 
 
 def family_named(name: str) -> Family:
-    """Return the family whose `name` this is, the generic one where there is none."""
-    return next((family for family in FAMILIES.values() if family.name == name), GENERIC)
+    """Return the family whose `name` this is, the generic one under it where there is none."""
+    other = replace(GENERIC, name=name or GENERIC.name)
+    return next((family for family in FAMILIES.values() if family.name == name), other)
 
 
 DISTILLED = (
