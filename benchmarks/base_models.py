@@ -106,6 +106,14 @@ FULL: Mapping[str, BaseModel] = {
 }
 """The models as people have them, at 1024 x 1024 pixels: for a GPU."""
 
+_NARROW_FLUX = {**_flux(19, 38), "hidden_size": 128, "num_heads": 2, "axes_dim": [8, 28, 28]}
+
+NARROW: Mapping[str, BaseModel] = {
+    "sdxl": BaseModel("SDXL", {**_SDXL, "model_channels": 64}, (4, 8, 8), 4, 2048, 1280),
+    "flux": BaseModel("Flux", _NARROW_FLUX, (16, 4, 4), 4, 4096, 768),
+}
+"""All of their layers, each so small that a step lasts as long as calling them: what fast cards wait for."""
+
 
 def build(model: BaseModel, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> Any:
     """Return a ModelPatcher with random weights that keep the size of what passes through."""

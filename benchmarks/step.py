@@ -29,7 +29,7 @@ from ..training.headless.comfyui import start_comfyui
 from ..training.memory.live import LiveTensors
 from ..training.memory.usage import wait
 from . import base_models
-from .base_models import FULL, SMALL, BaseModel, batch_of
+from .base_models import FULL, NARROW, SMALL, BaseModel, batch_of
 from .process import alone, peak_rss
 
 DTYPE = torch.bfloat16
@@ -274,6 +274,7 @@ UNLESS_ASKED = ("graft_compiled",)
 """Left out by default: every round compiles again, which takes minutes (use --repeats 1 --steps 5)."""
 
 
+SIZES: Mapping[str, Mapping[str, BaseModel]] = {"small": SMALL, "full": FULL, "narrow": NARROW}
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """What seconds are; on a machine that others use as well, only those of the CPU mean anything."""
 
@@ -283,7 +284,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     usual = [name for name in CONTENDERS if name not in UNLESS_ASKED]
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--size", choices=("small", "full"), default="small", help="real widths, or all of it"
+        "--size", choices=list(SIZES), default="small", help="real widths, all of it, or all layers but tiny"
     )
     parser.add_argument("--models", nargs="+", default=[], help="default: all of this size")
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=usual)
@@ -302,7 +303,7 @@ def run(args: argparse.Namespace) -> int:
     start_comfyui(args.device)
     if args.clock == "cpu":
         torch.set_num_threads(1)
-    models = SMALL if args.size == "small" else FULL
+    models = SIZES[args.size]
     names = args.models or list(models)
     if args.peak:
         print(json.dumps(peak_alone(models[names[0]], args)))
