@@ -174,6 +174,24 @@ def test_an_attention_without_backward_is_never_used(patcher, monkeypatch):
     assert not [name for name in state.weights if torch.equal(start.weights[name], state.weights[name])]
 
 
+def test_comfyuis_deterministic_is_strict_while_training_and_nothing_changes_without(patcher):
+    def mode():
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled(), warns
+
+    assert mode() == (False, False)
+    with ComfyDenoiser(patcher).hold(torch.float32):
+        assert mode() == (False, False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with ComfyDenoiser(patcher).hold(torch.float32):
+            assert mode() == (True, False)
+        assert mode() == (True, True)
+        run(patcher, steps=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_cudnns_attention_is_left_out_while_the_base_is_held(patcher, monkeypatch):
     preferred = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     monkeypatch.setattr(comfy.ops, "SDPA_BACKEND_PRIORITY", preferred, raising=False)

@@ -34,11 +34,17 @@ def training_mode() -> Iterator[None]:
     """Tell ComfyUI to leave out kernels that have no backward, where it has that switch, take those that it
     uses nevertheless from plain PyTorch, and leave out cuDNN's attention, whose backward has given NaN
     (diffusers issue 9768, pytorch pull request 171627).
+
+    Where ComfyUI was started with --deterministic, kernels that add in any order are refused, where it only
+    warns: attention has a backward pass that adds in one order, and PyTorch takes it under this alone.
     """
     management: Any = comfy.model_management
     in_training = getattr(management, "in_training", None)
     preferred: list[SDPBackend] = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", [])
     before, cudnn = list(preferred), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(deterministic)
     preferred[:] = [backend for backend in before if backend != SDPBackend.CUDNN_ATTENTION]
     torch.backends.cuda.enable_cudnn_sdp(False)
     if in_training is not None:
@@ -52,6 +58,7 @@ def training_mode() -> Iterator[None]:
         if in_training is not None:
             management.in_training = in_training
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         preferred[:] = before
 
 
