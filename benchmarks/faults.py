@@ -1,10 +1,8 @@
-"""What a run survives: killed at random moments, and the faults of disks, files and people. `graft bench
-faults`.
+"""What a run survives: kills at random moments, and faults of disks, files and people. `graft bench faults`.
 
-A run is killed with SIGKILL, half of the times at a random moment and half of them inside a save (before or
-after a file is renamed or flushed), and then continued. It must end with the digest of a run that nobody
-disturbed: same weights, optimizer memory, averages and losses, bit for bit. The other faults are the tests
-of that name.
+A run is killed with SIGKILL, at a random moment or, half of the times, inside a save (before or after a file
+is renamed or flushed), and then continued. It must end with the digest of a run that nobody disturbed: same
+weights, optimizer memory, averages and losses, bit for bit. The other faults are the tests of that name.
 """
 
 from __future__ import annotations
@@ -97,8 +95,7 @@ def main(json: bool = False, *, tries: int = TRIES, steps: int = STEPS) -> int:
 
 
 def kill_runs(tries: int, steps: int, *, seed: int = 0) -> dict[str, Any]:
-    """Kill `tries` runs, the optimizers taking turns, and return how many ended as if nothing had
-    happened."""
+    """Kill `tries` runs, the optimizers in turn, and return how many ended as if nothing had happened."""
     moments = random.Random(seed)
     outcomes: dict[str, dict[str, int]] = {name: {"tried": 0, "equal": 0} for name in OPTIMIZERS}
     expected: dict[str, str] = {}
@@ -136,8 +133,7 @@ def kill_once(folder: Path, optimizer: str, steps: int, *, after: float = 0.0, i
 
 
 def train(folder: Path, optimizer: str, steps: int) -> str:
-    """Train on the tiny denoiser, saving every step, or go on with what is there; return the last state's
-    digest."""
+    """Train the tiny denoiser, saving every step, or go on from what is there; return the state's digest."""
     from graft.tests.tiny import TinyDataset, TinyDenoiser, TinySamples
     from graft.training import config as c
     from graft.training.run import Run, execute
@@ -197,8 +193,7 @@ def run_tests(tests: Sequence[str]) -> dict[str, str]:
 
 
 def victim(folder: str, optimizer: str, steps: str, inside: str) -> None:
-    """Train until killed, or until the given call ("replace:7": before or after the seventh rename) kills
-    it."""
+    """Train until killed, or until a call ("replace:7": before or after the seventh rename) kills it."""
     if inside:
         from graft.training import checkpoint
 

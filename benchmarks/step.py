@@ -1,10 +1,9 @@
 """Time and memory of a training step, beside others on the same base. `graft bench step`.
 
-All train a LoRA of one rank on the same random base in one dtype and one process, in turns, so that a noisy
-machine is noisy for all; reported are medians. The bound is what no trainer can beat: the forward pass of
-the frozen network and the backward pass to its input. Memory is counted twice: all tensors that exist at
-the worst moment of a step, the base included (tensors_mb), and the peak of a process that does nothing else
-(peak_mb; with --rss).
+All train a LoRA of one rank on one random base, in one dtype and process, in turns, so a noisy machine is
+noisy for all; reported are medians. The bound is what no trainer can beat: the frozen network's forward pass
+and the backward pass to its input. Memory is counted twice: all tensors that exist at the worst moment of a
+step, the base included (tensors_mb), and the peak of a process that does nothing else (peak_mb; with --rss).
 """
 
 from __future__ import annotations

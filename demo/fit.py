@@ -1,7 +1,6 @@
 """A resumable training on the CPU and its optimizers, for demo/pretrain.py.
 
-Every random number comes from the seed and the step, so an interrupted training ends where an undisturbed one
-would.
+Every random number comes from the seed and the step, so an interrupted training ends as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ CHECKPOINT_SECONDS = 180
 
 @dataclass(frozen=True)
 class Training:
-    """One resumable training: linear warm-up, constant, then linear to zero over the last `cooldown` of
-    `steps`.
+    """One resumable training: linear warm-up, constant, linear to zero over the last `cooldown` of `steps`.
 
     Until the cooldown begins `steps` may still be changed between starts, so the end can be set late.
     """
@@ -112,8 +110,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose updates are made orthogonal, a convolution being one (out, in*h*w) matrix.
 
     torch.optim.Muon takes no convolutions and one matrix at a time; here those of one shape share a batch.
-    The factor 0.2 gives updates the size AdamW's have, so learning rates carry over (Liu et al. 2025,
-    arXiv:2502.16982).
+    Times 0.2, updates are AdamW's size, so learning rates carry over (Liu et al. 2025, arXiv:2502.16982).
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.0):

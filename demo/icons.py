@@ -1,9 +1,8 @@
 """The pictures of the demo: named emoji drawn from SVG, in two drawing styles.
 
-Noto Emoji (Apache-2.0) is what the base model learns; Fluent Emoji Flat (MIT) is the style a LoRA learns.
-Both come from npm (@iconify-json/noto, @iconify-json/fluent-emoji-flat), one JSON file of SVG bodies each. An
-icon's id is its caption with hyphens for spaces. The rule: a name is in at most one of LORA_SET,
-LORA_HELD_OUT and BASE_HELD_OUT.
+Noto Emoji (Apache-2.0) is for the base model, Fluent Emoji Flat (MIT) the style a LoRA learns. Both come from
+npm (@iconify-json/noto, @iconify-json/fluent-emoji-flat), one JSON file of SVG bodies each. An icon's id is
+its caption with hyphens for spaces. A name is in at most one of LORA_SET, LORA_HELD_OUT and BASE_HELD_OUT.
 """
 
 from __future__ import annotations

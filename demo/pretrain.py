@@ -4,13 +4,11 @@
 
 Stages, in order, all by default: data, autoencoder, latents, captions, denoiser, decoder, export, samples.
 Each reads what the earlier ones left in DIR; the three trainings checkpoint there every three minutes and go
-on from there when started again. The rule: every random number depends on the seed and the step alone, so an
-interrupted training ends where an undisturbed one would. demo/README.md says what came out and what was
-tried.
+on when started again. The rule: every random number depends on the seed and the step alone, so an interrupted
+training ends where an undisturbed one would. demo/README.md says what came out and what was tried.
 
-The architectures are ComfyUI's own classes and the files its own formats; the training follows SD3 (Esser et
-al. 2024, arXiv:2403.03206), with Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for the hidden
-matrices.
+The architectures are ComfyUI's own classes and the files its own formats; training follows SD3 (Esser et al.
+2024, arXiv:2403.03206), with Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for hidden matrices.
 """
 
 from __future__ import annotations
@@ -90,9 +88,8 @@ def packages(settings: argparse.Namespace) -> tuple[Path, Path]:
 def train_autoencoder(settings: argparse.Namespace) -> None:
     """Train encoder and decoder together with a whitened, slightly noisy latent between them.
 
-    The noise (0.1 of a channel's deviation) keeps the latent smooth, so that the denoiser's small errors stay
-    small in the picture. Random 64 px crops cost a quarter of whole pictures; the last fifth of the steps
-    sees whole ones.
+    Noise (0.1 of a channel's deviation) keeps the latent smooth, so the denoiser's small errors stay small in
+    the picture. Random 64 px crops cost a quarter; the last fifth of the steps sees whole pictures.
     """
     pictures = torch.load(settings.work / "pictures.pt")
     model = build_taesd()
@@ -117,8 +114,7 @@ def train_autoencoder(settings: argparse.Namespace) -> None:
 def fold_whitening(model: nn.Module, pictures: Tensor) -> None:
     """Give `model`'s latents SD3's statistics: after process_latent_in about N(0, 1) in every channel.
 
-    TAESD's vae_scale and vae_shift are two scalars, so what differs per channel goes into the encoder's last
-    convolution.
+    TAESD's vae_scale and vae_shift are scalars: the encoder's last convolution takes what differs by channel.
     """
     z = encode(model, pictures)
     mean, std = z.mean((0, 2, 3)), z.std((0, 2, 3))
@@ -302,9 +298,8 @@ def draw_sigmas(count: int, *, shift: float, generator: torch.Generator) -> Tens
 def build_denoiser(depth: int, context: Tensor, pooled: Tensor) -> nn.Module:
     """Return ComfyUI's SD3.5 class (hidden = 64 * depth), initialised; positions are computed, not stored.
 
-    Its text inputs have CLIP-L's 768 columns, the only ones that are ever non-zero; export adds the others.
-    Their first matrix starts whitened by the captions' own mean and deviation, as random text encoders have
-    large constant parts.
+    Its text inputs have CLIP-L's 768 columns, the only non-zero ones; export adds the others. Their first
+    matrix starts whitened by the captions' mean and deviation: random encoders have large constant parts.
     """
     import comfy.ops
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper

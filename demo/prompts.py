@@ -1,6 +1,4 @@
-"""What the demo queues, in ComfyUI's API format: the shipped workflow, then held-out loss, then the grid of
-samples.
-"""
+"""What the demo queues, in ComfyUI's API format: shipped workflow, held-out loss, then the sample grid."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ VARIANTS = {
 
 
 def training(workflow: Path, changes: Mapping[str, Mapping[str, Any]]) -> Prompt:
-    """Return the shipped workflow with some inputs replaced: {class of a node: {input: value}}; None keeps
-    the value.
-    """
+    """Return the shipped workflow with new inputs: {node's class: {input: value, or None to keep it}}."""
     prompt: Prompt = json.loads(workflow.read_text(encoding="utf-8"))
     for kind, values in changes.items():
         for number in of_kind(prompt, kind):

@@ -1,8 +1,7 @@
 """`graft demo`: train a LoRA in a real ComfyUI on this machine and draw with it.
 
 It queues the shipped example workflow as a person would, then measures and samples with the saved file
-through
-ComfyUI's stock nodes, so what it shows is what a user gets.
+through ComfyUI's stock nodes, so what it shows is what a user gets.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo and return the exit code.
 
-    Raises ValueError for options, images and models that cannot be used, and OSError if ComfyUI cannot be
-    run.
+    Raises ValueError for options, images and models that cannot be used, and OSError if ComfyUI cannot run.
     """
     plan = make_plan(args)
     out: Path = args.out.resolve()
@@ -129,9 +127,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Turn the options into prompts; every input that cannot work is refused here, before ComfyUI is
-    started.
-    """
+    """Turn the options into prompts; inputs that cannot work are refused here, before ComfyUI starts."""
     for path in (args.checkpoint, args.vae, *args.text_encoder):
         if path is not None and not path.is_file():
             raise ValueError(f"{path}: there is no such file.")
@@ -196,9 +192,7 @@ def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[s
 
 
 def read_captions(folder: Path, trigger: str) -> list[str]:
-    """Return the captions of a dataset folder as the model will be given them. Raises ValueError as Load
-    Dataset does.
-    """
+    """Return a dataset folder's captions as the model gets them; raises ValueError as Load Dataset does."""
     config = DatasetConfig(caption=CaptionConfig(trigger=trigger))
     return [finish(sample.captions[0], config) for sample in scan(folder, config).samples]
 
@@ -225,9 +219,7 @@ def shuffle_captions(source: Path, target: Path, seed: int) -> None:
 
 
 def write_model_paths(base: Path, args: argparse.Namespace, plan: Plan) -> Path:
-    """Tell ComfyUI where the user's files are, so that nothing is copied. JSON is YAML, whatever is in a
-    path.
-    """
+    """Tell ComfyUI where the user's files are: nothing is copied. JSON is YAML, whatever is in a path."""
     folders = {
         "checkpoints": [args.checkpoint.resolve().parent] if args.checkpoint else [],
         "text_encoders": [path.resolve().parent for path in args.text_encoder],

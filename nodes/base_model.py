@@ -10,9 +10,7 @@ from .sockets import schema
 
 
 class LoadBaseModel(io.ComfyNode):
-    """One node for a checkpoint, or for a diffusion model with its text encoders and VAE in files of their
-    own.
-    """
+    """One node for a checkpoint, or for a diffusion model with text encoders and VAE in their own files."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -93,9 +93,7 @@ class LoadDataset(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, folder: str) -> bool:
-        """Accept names that are not listed: folders inside folders, and folders made since the page was
-        loaded.
-        """
+        """Accept names that are not listed: nested folders, and those made since the page was loaded."""
         return True
 
     @classmethod

@@ -1,8 +1,6 @@
-"""The embedded default: a tiny base model, its text encoder and captioned images, at hand in every ComfyUI
-with Graft.
+"""The embedded default, in every ComfyUI with Graft: a tiny base model, its text encoder, captioned images.
 
-So the template "first_lora" runs without a download. The text encoder is made from a seed when it is first
-used.
+So the template "first_lora" runs without a download. The text encoder is made from a seed at its first use.
 """
 
 from __future__ import annotations

@@ -19,9 +19,7 @@ SIZES = {"as in the file": "file", "as set here": "settings"}
 
 
 class BuildLora(io.ComfyNode):
-    """Choose the method, the size and the layers. Connect the model to see how many layers and parameters
-    that gives.
-    """
+    """Choose method, size and layers. Connect the model to see how many layers and parameters that gives."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -10,9 +10,7 @@ from comfy_api.latest import io
 from ..training.config import AdapterConfig, CheckpointConfig, ValidationConfig
 
 Dataset = io.Custom("GRAFT_DATASET")
-"""Before Encode Dataset: which files, how captioned (ImageSet). After it: latents and conditioning
-(EncodedDataset).
-"""
+"""Before Encode Dataset: files and captions (ImageSet). After it: latents, conditioning (EncodedDataset)."""
 Lora = io.Custom("GRAFT_LORA")
 """AdapterConfig: what will be trained."""
 State = io.Custom("GRAFT_STATE")

@@ -49,9 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainSteps(io.ComfyNode):
-    """Add optimizer steps to a run. Pure: the same inputs give the same state, and a finished run costs
-    nothing.
-    """
+    """Add optimizer steps to a run. Pure: equal inputs give equal states; a finished run costs nothing."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -233,7 +231,5 @@ def _workflow_id(extra: Any) -> str | None:
 
 
 def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:
-    """Fix the schedule's length; a constant one has none, so that a longer run shares the steps of a shorter
-    one.
-    """
+    """Fix the schedule's length; a constant one has none, so a longer run shares a shorter one's steps."""
     return schedule if schedule.name == "constant" else replace(schedule, total_steps=total)

@@ -50,8 +50,7 @@ class StateHandle:
 def save_state(state: TrainState, folder: Path) -> StateHandle:
     """Write `state` as `folder`, which keeps the state it holds until everything is on the disk.
 
-    Raises OSError when the disk is full or the folder cannot be written; an earlier state there is then
-    untouched.
+    Raises OSError when the disk is full or the folder not writable; an earlier state there is then untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -80,8 +79,7 @@ def save_state(state: TrainState, folder: Path) -> StateHandle:
 
 
 def open_state(folder: Path) -> StateHandle:
-    """Return a handle to the state in `folder`, its contents checked against the digest they were written
-    with.
+    """Return a handle to the state in `folder`, its contents checked against the digest written with them.
 
     Raises ValueError naming the folder when it holds no state, or a damaged one.
     """

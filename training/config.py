@@ -252,8 +252,7 @@ class CheckpointConfig:
 class ObjectiveConfig:
     """Which noise levels are practised, what noise is added, and how the error counts.
 
-    Levels are counted as the part of x_t that is noise, 0 (clean) to 1 (pure noise), whatever the model's own
-    sigmas are.
+    Levels are the part of x_t that is noise, 0 (clean) to 1 (pure noise), whatever the model's sigmas are.
     """
 
     sigmas: str = "auto"
@@ -261,8 +260,7 @@ class ObjectiveConfig:
     shift: float = 0.0
     """Above 1 favours high noise, below 1 low noise. 0 means the family's default."""
     resolution_shift: Literal["auto", "none", "flux", "sd3"] = "auto"
-    """How the shift follows the image's size; "auto" takes the family's where `shift` is 0. See
-    RESOLUTION_SHIFTS."""
+    """How the shift follows the image's size (RESOLUTION_SHIFTS); "auto": the family's where `shift` is 0."""
     mean: float = 0.0
     """Of the normal variable of "logit-normal": above 0 favours high noise."""
     std: float = 1.0
@@ -270,14 +268,12 @@ class ObjectiveConfig:
     mode_scale: float = 1.29
     """Of "mode": how much denser the middle is; negative values thin it out."""
     bias: float = 0.0
-    """Above 0 favours the distribution's high noise levels, below 0 its low ones; 1 triples the odds of the
-    upper half."""
+    """Above 0 favours the distribution's high levels, below 0 low ones; 1 triples the upper half's odds."""
     min_noise: float = 0.0
     """Lowest level practised; the distribution is squeezed into min_noise..max_noise."""
     max_noise: float = 1.0
     stratified: bool = True
-    """Draw one level from each equal part of the distribution per batch: less variance, the same
-    expectation."""
+    """Draw a level from each equal part of the distribution per batch: less variance, same expectation."""
     loss: str = "mse"
     """Of one element's error: a name in LOSSES."""
     huber_delta: float = 0.1
@@ -289,8 +285,7 @@ class ObjectiveConfig:
     min_snr_gamma: float = 5.0
     """Of "min-snr": signal-to-noise ratios above this one count no more than it."""
     noise_offset: float = 0.0
-    """Strength of a constant added to each channel of the noise, so that very dark and bright images are
-    learnt."""
+    """Strength of a constant added to each channel of the noise, to learn very dark and bright images."""
     pyramid_noise: float = 0.0
     """Discount (0 to 1) of each coarser layer of noise added to the noise; 0 adds none."""
     input_perturbation: float = 0.0
@@ -355,8 +350,7 @@ class MemoryConfig:
     """Where things are kept and in which precision they are computed."""
 
     dtype: DType = "auto"
-    """Precision of the forward pass; "auto" is bf16 where the device supports it, else fp16 (fp32 on the
-    CPU)."""
+    """Precision of the forward pass; "auto": bf16 where the device supports it, else fp16 (CPU: fp32)."""
     checkpointing: str = "auto"
     """What of a forward pass is kept for the backward pass: "none", "selective", "block", "block-offload".
     "auto" keeps as much as fits (`memory.plan`)."""
@@ -375,8 +369,7 @@ class MemoryConfig:
         )
 
     def deciding(self) -> MemoryConfig:
-        """Return the settings that change what comes out of a run: how numbers are rounded, not where they
-        are."""
+        """Return the settings that change a run's result: how numbers are rounded, not where they are."""
         rounds = self.base not in ("resident", "offload")
         return MemoryConfig(dtype=self.dtype, base=self.base if rounds else "auto", compile=self.compile)
 
@@ -413,8 +406,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
     """Build the config dataclass `kind` from nested dicts.
 
-    Raises ValueError naming the full path of an unknown key and the nearest known one, or of a value of the
-    wrong type.
+    Raises ValueError naming an unknown key's full path and the nearest known one, or a wrongly typed value's.
     """
     hints = typing.get_type_hints(kind)
     for key in values:

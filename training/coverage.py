@@ -1,5 +1,4 @@
-"""Which parameters no gradient reaches: a part of the adapter that silently never learns is the costliest
-mistake.
+"""Which parameters no gradient reaches: the costliest mistake is a part that silently never learns.
 
 A LoRA's `down` gets its first gradient at step 2, when `up` is no longer zero, so that is when the answer
 is due; with dropout of whole modules it is due when chance alone can hardly explain a gap.
@@ -57,8 +56,7 @@ class Coverage:
 
 
 def steps_needed(config: AdapterConfig) -> int:
-    """Return after how many steps a parameter without a gradient is no accident (less than one in a
-    million)."""
+    """Return after how many steps a parameter without a gradient is no accident (under one in a million)."""
     left_out = config.module_dropout
     chance = left_out + (1.0 - left_out) * config.rank_dropout**config.rank
     return 2 if chance == 0.0 else 2 + math.ceil(math.log(1e-6) / math.log(chance))

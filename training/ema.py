@@ -23,8 +23,7 @@ def decay_at(config: EmaConfig, step: int) -> float:
 def start_ema(
     config: EmaConfig, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the average that `saved` holds, beside the weights and in float32; a run without one starts
-    from them.
+    """Return the average in `saved`, beside the weights and in float32; a run without one starts from them.
 
     Empty when the configuration keeps no average.
     """

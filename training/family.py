@@ -1,5 +1,4 @@
-"""Model families as data: everything that differs between SDXL, SD3 and Flux and is not in ComfyUI's own
-classes.
+"""Model families as data: what differs between SDXL, SD3 and Flux and is not in ComfyUI's own classes.
 
 A family is a row of FAMILIES, never a subclass; the loop has no branch on the model's name.
 """
@@ -25,13 +24,11 @@ class Family:
     base_model: str
     """ss_base_model_version of the LoRA file, spelt as kohya's sd-scripts does where it knows the model."""
     targets: Mapping[str, tuple[str, ...]]
-    """Preset name -> globs over module paths of the diffusion model. Only layers of a known kind are
-    taken."""
+    """Preset name -> globs over the diffusion model's module paths. Only known kinds of layers are taken."""
     blocks: tuple[str, ...]
     """Globs of the repeated blocks: the units of offloading and per-block settings."""
     idle: tuple[str, ...] = ()
-    """Globs of layers whose output nothing reads, "-1" being the last block: an adapter there would learn
-    nothing."""
+    """Globs of layers whose output nothing reads, "-1" the last block: an adapter there learns nothing."""
     sigmas: str = "schedule"
     """Default of ObjectiveConfig.sigmas."""
     shift: float = 1.0
@@ -45,8 +42,7 @@ class Family:
     cfg: float = 4.0
     """Guidance scale to draw samples with; 1 for a model that was distilled to need none."""
     bucket_step: int = 16
-    """Image sides are multiples of this many pixels: the VAE's reduction times what the network halves or
-    patches."""
+    """Pixels that divide image sides: the VAE's reduction times what the network halves or patches."""
     resolution: int = 0
     """Pixels: the model was made for about resolution x resolution of them; 0 where it takes many sizes."""
     patch: int = 2
@@ -60,8 +56,7 @@ class Family:
     prediction: str = ""
     """modelspec.prediction_type; empty where the standard has no word for it."""
     export: str = ""
-    """Row of EXPORTS in formats.py: how its layers are called in diffusers; empty where it has no such
-    names."""
+    """Row of EXPORTS in formats.py: diffusers' names of its layers; empty where it has no such names."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Warnings shown when this family is trained."""
     text_encoders: Mapping[str, str] = field(default_factory=dict)
@@ -90,16 +85,14 @@ class Family:
         return {path for path in paths if any(fnmatchcase(path, glob) for glob in globs)}
 
     def tokens(self, shape: tuple[int, ...]) -> float:
-        """Return how many tokens latents of `shape` (..., H, W) have, which is what resolution shifts go
-        by."""
+        """Return how many tokens latents of `shape` (..., H, W) have: what resolution shifts go by."""
         return shape[-1] * shape[-2] / self.patch**2
 
 
 def family_of(
     config_class: str, unet_config: Mapping[str, Any] = MappingProxyType({}), *, file: str = ""
 ) -> Family:
-    """Return the family of a ComfyUI model config: its class name, what was detected, and the model file's
-    name.
+    """Return the family of a ComfyUI model config: its class name, what was detected, the model file's name.
 
     The generic row under the class's name where there is none. A file named like a distilled model gets a
     note that says what to do about it, and is drawn without guidance.
@@ -360,8 +353,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _sd3_variant(unet_config: Mapping[str, Any]) -> str:
-    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 models normalise queries and
-    keys."""
+    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 normalise queries and keys."""
     if unet_config.get("x_block_self_attn_layers"):
         return "SD35Medium"
     return "SD35Large" if unet_config.get("qk_norm") else "SD3"

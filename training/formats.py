@@ -30,8 +30,7 @@ class Part:
 
     name: str
     rows: tuple[int, int] = (0, 0)
-    """First and last row of the native weight, in units of its input width; (0, 0) takes all, an end of 0
-    the rest."""
+    """First and last row of the native weight, in input widths; (0, 0) is all, an end of 0 the rest."""
     swapped: bool = False
     """Its halves are the other way round: scale before shift."""
 
@@ -47,8 +46,7 @@ def diffusers_tensors(state: TrainState, family: Family, dtype: torch.dtype) -> 
 
 
 def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of a diffusers/PEFT file: "<transformer or unet>.<layer>.lora_A.weight" and
-    "lora_B.weight".
+    """Return a diffusers/PEFT file's tensors: "<transformer or unet>.<layer>.lora_A.weight", "lora_B.weight".
 
     Raises ValueError for a family or a layer without diffusers names, and for anything but plain LoRA.
     """
@@ -117,8 +115,7 @@ class Export:
 
 
 def _by_rules(rules: Mapping[str, tuple[str, ...]]) -> Callable[[str, tuple[int, ...]], Iterable[Part]]:
-    """Names by regular expression over the native path: one name, or those of its row blocks of the input's
-    width.
+    """Names by regular expression over the native path: one, or those of its row blocks of the input's width.
 
     A name that ends in "~" has its halves swapped where the weight is two rows per input (shift and scale
     alone); one that ends in "+" takes all the rows that are left.

@@ -279,8 +279,7 @@ def _by_node(settings: Settings) -> dict[str, dict[str, Any]]:
 def _shared(value: Any, name: str, key: str = "") -> Any:
     """Return a part of the file, the value of `key`, as plain JSON values that may be given away.
 
-    "[name]" is replaced by the job's name, and of a path only the last part is left: folders say who somebody
-    is.
+    "[name]" becomes the job's name, and of a path only the last part is left: folders say who somebody is.
     """
     if isinstance(value, Mapping):
         return {str(inner): _shared(value[inner], name, str(inner)) for inner in value}

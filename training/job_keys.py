@@ -41,8 +41,7 @@ def only(allowed: Any, why: str) -> Read:
 
 
 def refused(why: str) -> Read:
-    """Return the reading of a key that other trainers have and Graft has not; off or empty, it says
-    nothing."""
+    """Return the reading of a key of other trainers that Graft has not; off or empty, it says nothing."""
 
     def read(value: Any, key: str) -> Settings:
         if value is False or value in ("", [], {}):
@@ -203,8 +202,7 @@ TIMESTEPS = {
     "flux_shift": ("uniform", 0.0), "lumina2_shift": ("uniform", 0.0), "lognorm": ("logit-normal", 0.0),
     "mode": ("mode", 0.0),
 }  # fmt: skip
-"""ai-toolkit's names -> (distribution, shift): 1 shifts nothing, 0 as the model's own schedule does. It has
-no "lognorm" and "mode"."""
+"""ai-toolkit's names -> (distribution, shift): 1 is none, 0 the model's. It lacks "lognorm" and "mode"."""
 CONTENT_OR_STYLE = {"balanced": None, "style": -math.log2(3)}
 """-> `ObjectiveConfig.bias`: "style" takes the distribution's quantile at u^3."""
 LOSS_NAMES = {"mse": "mse", "mae": "l1", "huber": "huber", "pseudo-huber": "pseudo-huber"}

@@ -1,7 +1,6 @@
 """What several keys of a job file decide together: RULES, from what each key said to the nodes' inputs.
 
-A rule reads `may`, what the keys left open, and sets inputs in `done`; it raises ValueError where the keys do
-not go together.
+A rule reads `may`, what the keys left open, and sets inputs in `done`; ValueError where keys clash.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def scheduler(done: Settings, may: May) -> None:
 
 
 def noise_levels(done: Settings, may: May) -> None:
-    """Draw the levels that ai-toolkit draws: a name means nothing to it unless the model is a flow, and
-    sigmoid is its default."""
+    """Draw ai-toolkit's levels: a name means nothing to it unless the model is a flow; default: sigmoid."""
     scheduler = _scheduler(may)
     if scheduler == "ddpm" or (scheduler is None and "timesteps" not in may):
         return

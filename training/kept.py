@@ -51,8 +51,7 @@ class Kept:
         return result
 
     def attention_once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what `compute`, which autograd sees, does, without the work of its kernel in the second
-        pass."""
+        """Return what `compute`, which autograd sees, does; its kernel does not run in the second pass."""
         with self._taking if self._is_second_pass else self._noting:
             return compute()
 
@@ -85,8 +84,7 @@ def is_worth_keeping(shape: tuple[int, ...]) -> bool:
     """Say whether a product with a weight of `shape` (out, in, *kernel) is.
 
     An element takes `in` operations for each place in the kernel. A layer that makes four elements or more of
-    one, as the first of an MLP does, makes half of all that would be kept, and is cheap where `in` is not
-    large.
+    one, as an MLP's first does, makes half of all that would be kept, and is cheap unless `in` is large.
     """
     outputs, operations = shape[0], math.prod(shape[1:])
     return outputs < 4 * operations or operations >= EXPENSIVE

@@ -5,8 +5,7 @@ save neither, so the weight may live anywhere (resident, quantised, in a buffer 
 overwrites, on disk) and gradients are still right. The gradient of a frozen layer with respect to its input
 needs nothing but the weight.
 
-Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and so never ask which kind
-they sit on.
+Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and never ask for the kind.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class LayerSpec:
 
     kind: str
     shape: tuple[int, ...]
-    """Of the weight: (out, in) for linear, (out, in/groups, *kernel) for convolutions, (entries, width) for
-    embeddings."""
+    """Of the weight: linear (out, in), convolution (out, in/groups, *kernel), embedding (entries, width)."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
     packed: int | None = None
@@ -56,8 +54,7 @@ class LayerKind:
     """low_rank(x, down, up, **options) -> what `apply` gives for the weight up @ down, without forming it.
     down is (rank, ...) in the shape of the weight, up is (out, rank)."""
     input_gradient: Callable[..., Tensor] | None
-    """input_gradient(grad_y, weight, x_shape, **options) -> gradient of x; None where x has none (token
-    ids)."""
+    """input_gradient(grad_y, weight, x_shape, **options) -> gradient of x; None where x is token ids."""
     scale_columns: Callable[..., Tensor]
     """scale_columns(f, x, factor, **options) -> what f(x) gives once every weight in f is multiplied by
     `factor` along its axis 1, where f is linear in the weight; factor is (weight.shape[1],)."""
@@ -98,8 +95,7 @@ class FrozenLayer:
         return self.kind.low_rank(x, down, up, **self.spec.options)
 
     def scale_columns(self, compute: Callable[[Tensor], Tensor], x: Tensor, factor: Tensor) -> Tensor:
-        """Compute `compute(x)` as if axis 1 of the weights in it were multiplied by `factor`; a bias is
-        not."""
+        """Compute `compute(x)` as if axis 1 of its weights were multiplied by `factor`; a bias is not."""
         return self.kind.scale_columns(compute, x, factor, **self.spec.options)
 
     def once(self, compute: Callable[[], Tensor]) -> Tensor:

@@ -1,5 +1,4 @@
-"""The course of a run on disk: `log.jsonl` and `log.csv`, one line a step, and TensorBoard's files where
-wanted.
+"""The course of a run on disk: `log.jsonl`, `log.csv`, one line a step, and TensorBoard's files where wanted.
 
 Lines are appended as steps are done. A run that resumes first drops the lines beyond the step it resumes
 at, and the torn line that a kill may leave, so that every step is there once.

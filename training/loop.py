@@ -1,5 +1,4 @@
-"""The training loop. Read it from top to bottom: everything that happens in a run happens here, in this
-order."""
+"""The training loop. Read it from top to bottom: all that happens in a run happens here, in this order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""LoRA files: written with kohya keys, `.alpha` and metadata that says what the file is; read in any
-spelling, checked.
+"""LoRA files: written with kohya keys, `.alpha` and metadata on the file; read in any spelling, checked.
 
 Keys are `<prefix><module path with underscores>.<suffix>`, which every ComfyUI reads; a family without the
 prefix is written with native `diffusion_model.<module path>.<suffix>` keys.
@@ -61,9 +60,7 @@ def lora_key(path: str, family: Family) -> str:
 
 
 MAX_HEADER = 32 << 20
-"""Bytes of a safetensors header that a LoRA could need: 700 layers and a few preview images stay far
-below.
-"""
+"""Bytes of a safetensors header that a LoRA could need: 700 layers and a few previews stay far below."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,7 @@ class LoraLayer:
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by: alpha / rank, 1 where the file has no alpha or
-        rank.
-        """
+        """What the factors' product is multiplied by: alpha / rank, 1 where the file has no alpha or rank."""
         alpha = self.tensors.get("alpha")
         return 1.0 if alpha is None or self.rank is None else float(alpha) / self.rank
 
@@ -108,9 +103,7 @@ class LoraLayer:
         return rows, columns
 
     def product(self) -> Tensor:
-        """Return the difference to the base weight, (out, everything else) float32; for DoRA without its
-        magnitude.
-        """
+        """Return the difference to the base weight, (out, everything else) float32; DoRA's: no magnitude."""
         weights = {name: tensor.float() for name, tensor in self.weights.items()}
         return self.scale * self.method.compose(weights).flatten(1)
 
@@ -130,8 +123,7 @@ class LoraFile:
 def read_lora(path: Path) -> LoraFile:
     """Read a LoRA file in any spelling that ComfyUI knows: kohya, diffusers, PEFT, LyCORIS.
 
-    Raises ValueError naming the file and the tensor when it is no sound LoRA file, or one that no loader
-    renders.
+    Raises ValueError naming file and tensor when it is no sound LoRA file, or one that no loader renders.
     """
     opened = TensorFile(path, largest_header=MAX_HEADER)
     tensors = dict(opened)

@@ -104,10 +104,9 @@ def lora_metadata(
 ) -> dict[str, str]:
     """Return the metadata of a LoRA file of `state`.
 
-    `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `graph` goes in as it
-    is: "workflow" or "prompt", as ComfyUI's Save Image names editor and API form, or "graft_job";
-    `finished` is when the state was reached, in seconds since 1970 (0: not known), after `seconds` of
-    training.
+    `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `graph` goes in as it is:
+    "workflow" or "prompt", as ComfyUI's Save Image names editor and API form, or "graft_job"; `finished` is
+    the time of the state in seconds since 1970 (0: unknown), after `seconds` of training.
     """
     adapter, rank = state.adapter, state.adapter.rank
     words = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]

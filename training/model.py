@@ -1,7 +1,6 @@
 """What the engine asks of a model: the nouns that travel between data, objective and loop.
 
-ComfyUI implements these protocols in `training/comfy/`; the tests implement them in forty lines
-(`tests/tiny.py`).
+ComfyUI implements these protocols in `training/comfy/`; the tests (`tests/tiny.py`) do so in forty lines.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from .layer import FrozenLayer, LayerSpec
 
 Conditioning = Mapping[str, Tensor]
 """What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output"
-(1, width)
-and whatever else ComfyUI's CLIP returned beside them (attention masks, ...)."""
+(1, width) and whatever else ComfyUI's CLIP returned beside them (attention masks, ...)."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,7 @@ class Batch:
     """Samples of one bucket, as they enter a training step."""
 
     latents: Tensor
-    """(B, C, H, W) float32, as the VAE made them (not yet scaled for the model); (B, C, T, H, W) for video
-    models.
-    """
+    """(B, C, H, W) float32 as the VAE made them (not yet scaled for the model); video: (B, C, T, H, W)."""
     conditioning: Sequence[Conditioning]
     """One entry a sample."""
     names: Sequence[str] = ()
@@ -41,8 +37,7 @@ class Batch:
     """(B,) float32 loss weight of each sample (regularisation images); None means 1."""
     extras: Sequence[Mapping[str, float]] = field(default_factory=tuple)
     """One a sample: original and target size and crop offset in pixels ("width", "height", "crop_w",
-    "crop_h",
-    "target_width", "target_height"), which SDXL is conditioned on."""
+    "crop_h", "target_width", "target_height"), which SDXL is conditioned on."""
     captions: Sequence[str] = ()
     """One a sample, as the text encoder is given it: for runs that train the text encoder."""
 
@@ -120,9 +115,7 @@ class Denoiser(Protocol):
         ...
 
     def hold(self, dtype: torch.dtype, store: str = "resident") -> AbstractContextManager[HeldBase]:
-        """Own the weights for the duration of the context: computing in `dtype`, restored exactly on every
-        exit.
-        """
+        """Own the weights during the context: computing in `dtype`, restored exactly on every exit."""
         ...
 
     def scale_latents(self, latents: Tensor) -> Tensor:
@@ -130,9 +123,7 @@ class Denoiser(Protocol):
         ...
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
-        """Return the denoised latents (B, C, H, W) float32 that the model predicts at noise level `sigma`
-        (B,).
-        """
+        """Return the denoised latents (B, C, H, W) float32 predicted at noise level `sigma` (B,)."""
         ...
 
 
@@ -156,9 +147,7 @@ class Encoder(Protocol):
         ...
 
     def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
-        """Return the shape of the latents, without batch, of an image of so many pixels (multiples of
-        `bucket_step`).
-        """
+        """Return an image's latent shape, without batch; its pixels are multiples of `bucket_step`."""
         ...
 
     def encode_image(self, pixels: Tensor) -> Tensor:

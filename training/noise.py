@@ -1,5 +1,4 @@
-"""The noise that is added to images: Gaussian, and its variants that teach very dark, bright or large-scale
-content."""
+"""The noise added to images: Gaussian, and variants that teach very dark, bright or large-scale content."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def offset_noise(noise: Tensor, strength: float, *, generator: torch.Generator) 
 
 
 def pyramid_noise(noise: Tensor, discount: float, *, generator: torch.Generator) -> Tensor:
-    """Add noise of ever lower resolution, layer i at discount**i of the strength, and scale back to the
-    noise's own size.
+    """Add ever coarser noise, layer i at discount**i of the strength, and scale back to the noise's own size.
 
     Each layer is 2 to 4 times as coarse as the one before, drawn at random (J. Whitaker 2023,
     "Multi-resolution noise for diffusion model training"). Each sample keeps unit variance.

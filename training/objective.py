@@ -52,9 +52,8 @@ def loss_at(
 ) -> Tensor:
     """Return the mean loss at noise levels `sigma` (B,), a scalar.
 
-    x0 and noise are (B, C, H, W) float32, x0 as scaled for the model. `perturbation` is noise that enters x_t
-    at `config.input_perturbation` times its size and not the target (Ning et al. 2023, arXiv:2301.11706, alg.
-    1).
+    x0 and noise are (B, C, H, W) float32, x0 scaled for the model. `perturbation` is noise entering x_t at
+    `config.input_perturbation` times its size, not the target (Ning et al. 2023, arXiv:2301.11706, alg. 1).
     """
     sampling = denoiser.sampling
     x_t, target = noised(sampling, sigma, noise, x0)
@@ -77,8 +76,7 @@ def noised(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tupl
 
 
 def network_output(sampling: Sampling, sigma: Tensor, x_t: Tensor, denoised: Tensor) -> Tensor:
-    """Return the network output for which `calculate_denoised` gives `denoised`; differentiable in
-    `denoised`."""
+    """Return the network output for which `calculate_denoised` gives `denoised`; differentiable in it."""
     d0 = sampling.calculate_denoised(sigma, torch.zeros_like(x_t), x_t)
     return (denoised - d0) / output_slope(sampling, sigma, x_t.ndim)
 

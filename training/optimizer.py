@@ -1,9 +1,7 @@
-"""Optimizers as rows of a table, and their memory as flat tensors and numbers that a file can hold without
-pickle.
+"""Optimizers as rows of a table, and their memory as flat tensors and numbers for a file without pickle.
 
-The one rule: a memory never overrides a setting. What was saved is what the optimizer has learnt of the
-gradients; learning rate, betas and the rest are the configuration's, also after a resume with other
-settings.
+The one rule: a memory never overrides a setting. What is saved is what the optimizer learnt of the gradients;
+learning rate, betas and the rest are the configuration's, also after a resume with another.
 """
 
 from __future__ import annotations
@@ -40,11 +38,9 @@ class Row:
     memory: tuple[str, ...] = ()
     """Entries of a parameter group that change as it runs."""
     averages: bool = False
-    """It trains at other weights than those to draw with (schedule-free): `final_weights` computes the
-    latter."""
+    """It trains at other weights than those to draw with (schedule-free), which `final_weights` computes."""
     finds_rate: bool = False
-    """It finds the learning rate itself, one for all parameters, and the configured one is a multiple of
-    it."""
+    """It finds one learning rate for all parameters itself, and the configured one is a multiple of it."""
 
 
 def build_optimizer(
@@ -90,8 +86,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> dict[str, Tensor]:
-    """Return the weights to draw with and to save, by parameter name, beside the parameters; do not change
-    them.
+    """Return, by parameter name, weights to draw with and save, beside the parameters; do not change them.
 
     They are the parameters themselves, or for schedule-free training the average x = y + (1 - 1/beta1) (z -
     y), where y is trained and z is the fast sequence (Defazio et al. 2024, arXiv:2405.15682, eq. 3).
@@ -123,8 +118,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) ->
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state: OptimizerState) -> None:
-    """Give `optimizer` the memory that `save_optimizer` returned; another optimizer's memory is left
-    aside."""
+    """Give `optimizer` the memory that `save_optimizer` returned; another optimizer's is left aside."""
     if state.name != config.name:
         if state.name:
             log.warning("Graft: the optimizer changed from %s to %s, starts anew.", state.name, config.name)
@@ -151,8 +145,7 @@ TRAINED = "trained"
 def _placed(
     optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any], key: str, value: Any
 ) -> Any:
-    """Return a saved value where the optimizer wants it: beside the weights, in paged memory, or on the
-    CPU."""
+    """Return a saved value where the optimizer wants it: beside the weights, paged, or on the CPU."""
     if not isinstance(value, Tensor):
         return value
     if key == "step" and not group.get("fused"):  # where torch keeps the step count

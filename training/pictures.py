@@ -40,8 +40,7 @@ def sample_grid(
 ) -> Image.Image:
     """Draw prompts from left to right and models from top to bottom; `rows` names the models.
 
-    Pictures are brought to one `height`, since they are looked at side by side; wider ones make a wider
-    column.
+    Pictures get one `height`, as they are looked at side by side; wider ones make a wider column.
     """
     cells = [[_to_height(image, height) for image in column.images] for column in columns]
     widths = [max(image.width for image in column) for column in cells]
@@ -173,9 +172,7 @@ def _to_height(image: Image.Image, height: int) -> Image.Image:
 def _wrap(
     text: str, used: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int, *, lines: int
 ) -> list[str]:
-    """Break text into at most `lines` lines of `width` pixels, the last ending in ... where something is
-    left out.
-    """
+    """Break text into at most `lines` lines of `width` pixels; ... at the end where something is left out."""
     broken: list[str] = []
     for word in text.split() or [""]:
         if broken and used.getlength(f"{broken[-1]} {word}") <= width:

@@ -12,8 +12,7 @@ import torch
 
 
 def generator(seed: int, *key: int | str) -> torch.Generator:
-    """Return a CPU generator seeded by `seed` and `key` alone: equal arguments give equal draws on every
-    machine.
+    """Return a CPU generator seeded by `seed` and `key` alone: equal arguments, equal draws, on any machine.
 
     Draw on the CPU and move the result: CUDA generators differ between GPU models.
     """

@@ -5,8 +5,7 @@ passes through every state of a shorter one. So a finished run costs nothing, a 
 one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped
 (tested on the CPU; a GPU's kernels may round otherwise each time).
 
-The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/`, and in `loras/` their
-LoRA files.
+The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/` and LoRAs in `loras/`.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ def execute(
 ) -> StateHandle:
     """Return the state `steps` after `start`, training only what no checkpoint of the run already holds.
 
-    `on_start` is given the state that training begins at, before the base is taken; a run that is finished
-    begins nowhere.
+    `on_start` is given the state that training begins at, before the base is taken; not for a finished run.
 
     Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
     returning STOP), the last whole step is on disk before this function is left.
@@ -202,8 +200,7 @@ def follow(
 
 
 def latest(run: Run, first: int, target: int) -> StateHandle | None:
-    """Return the newest sound checkpoint after step `first` and up to `target`; damaged ones are passed
-    over."""
+    """Return the newest sound checkpoint after step `first`, up to `target`; damaged ones are passed over."""
     for step, folder in sorted(_checkpoints(run).items(), reverse=True):
         if first < step <= target:
             try:
@@ -282,8 +279,7 @@ KEPT = "kept"
 
 
 def tidy(run: Run) -> None:
-    """Remove what a killed run left half-written: files under temporary names, and folders without a
-    state."""
+    """Remove what a killed run left half-written: files of temporary names, and folders without a state."""
     remove_leftovers(run.folder)
     for folder in _checkpoints(run).values():
         remove_leftovers(folder)
@@ -329,8 +325,7 @@ def write_lora_of(run: Run, state: TrainState, family: Family) -> None:
 
 
 class _Watch:
-    """Follows a run step by step: log, checkpoints, disk space, signals, and then whoever else wants to
-    know."""
+    """Follows a run step by step: log, checkpoints, disk space, signals, then whoever else wants to know."""
 
     def __init__(self, run: Run, family: Family, on_step: OnStep, run_log: RunLog) -> None:
         self.run, self.family, self.on_step, self.log = run, family, on_step, run_log
@@ -354,8 +349,7 @@ class _Watch:
         return progress.best or late or self.run.is_regular(progress.step)
 
     def save_if_possible(self) -> None:
-        """Save; a folder that is locked or gone for a moment is reported and tried again when the next save
-        is due."""
+        """Save; a folder locked or gone for a moment is reported, and tried again at the next save."""
         try:
             self.save()
         except OSError as error:

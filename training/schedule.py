@@ -56,8 +56,7 @@ def restarts(t: float, cycles: int) -> float:
 
 
 def rex(t: float) -> float:
-    """(1 - t) / (1/2 + (1 - t)/2): slow at first, steep at the end (Chen et al. 2021, arXiv:2107.04197,
-    sec. 3)."""
+    """(1 - t) / (1/2 + (1 - t)/2): slow first, steep last (Chen et al. 2021, arXiv:2107.04197, sec. 3)."""
     return (1.0 - t) / (0.5 + 0.5 * (1.0 - t))
 
 

@@ -1,9 +1,7 @@
-"""Which noise levels are practised: distributions over the part of x_t that is noise, and shifts by image
-size.
+"""Which noise levels are practised: distributions over the part of x_t that is noise, shifts by image size.
 
 Everything here counts a noise level t from 0 (the clean image) to 1 (pure noise). A rectified-flow model's
-sigma is t itself; for every other model t is the position in its own schedule, as its `percent_to_sigma`
-gives it.
+sigma is t itself; for every other model t is the position in its schedule, by its `percent_to_sigma`.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def draw_sigmas(
 
 
 def to_sigmas(sampling: Sampling, levels: Tensor, *, flow: bool) -> Tensor:
-    """Return the model's sigmas at noise levels in 0..1: the levels themselves, or that far along its
-    schedule."""
+    """Return the model's sigmas at noise levels in 0..1: the same, or that far along its schedule."""
     sigmas = (
         levels if flow else torch.tensor([float(sampling.percent_to_sigma(1.0 - float(t))) for t in levels])
     )
@@ -65,8 +62,7 @@ def is_flow(sampling: Sampling) -> bool:
 
 
 def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
-    """Return the shift for images of `tokens` tokens: the setting's or the family's, adapted to the size
-    where asked.
+    """Return the shift for images of `tokens` tokens: the setting's or family's, fitted to size if asked.
 
     A shift that was set by hand is only adapted when `resolution_shift` was set by hand too. The levels of
     "schedule" are the model's own, shifted already: the family's shift is not added.
@@ -106,8 +102,7 @@ def flux_shift(tokens: float) -> float:
 
 
 def sd3_shift(shift: float, tokens: float) -> float:
-    """shift * sqrt(m / n): equally noisy-looking levels at m tokens, for a shift chosen at n = 4096
-    (1024x1024 pixels).
+    """shift * sqrt(m / n): levels look as noisy at m tokens as the shift's at n = 4096 (1024x1024 pixels).
 
     Esser et al. 2024, arXiv:2403.03206, sec. 5.3.2.
     """
@@ -134,8 +129,7 @@ def mode(u: Tensor, *, scale: float = 1.29) -> Tensor:
 
 
 def cosmap(u: Tensor) -> Tensor:
-    """The levels at which a rectified flow sees the cosine schedule of Nichol & Dhariwal: 1 - 1 /
-    (tan(pi*u/2) + 1).
+    """A rectified flow's levels for the cosine schedule of Nichol & Dhariwal: 1 - 1 / (tan(pi*u/2) + 1).
 
     arXiv:2403.03206, eq. 21.
     """

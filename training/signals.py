@@ -1,8 +1,7 @@
 """SIGTERM and Ctrl-C let a run finish its step and save itself before they end the process.
 
 Python delivers signals to the main thread only. A run in the main thread (the command line) handles them
-itself; for runs in other threads (ComfyUI's) the main thread calls `save_at_exit` once, when the extension is
-loaded.
+itself; for others (ComfyUI's) the main thread calls `save_at_exit` once, when the extension is loaded.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def saving_run() -> Iterator[None]:
 
 
 def raise_if_asked() -> None:
-    """Raise when a signal came since the last call: KeyboardInterrupt for Ctrl-C, SystemExit or Terminated
-    else."""
+    """Raise if a signal came since the last call: KeyboardInterrupt for Ctrl-C, SystemExit or Terminated."""
     if not _asked:
         return
     if threading.current_thread() is not threading.main_thread():

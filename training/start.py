@@ -1,9 +1,7 @@
-"""Start training from a LoRA file: find each of its layers in the model, and bring it to the size that is
-trained.
+"""Start training from a LoRA file: find each of its layers in the model and bring it to the trained size.
 
 The adapters then compute exactly what the file does. A layer that the file calls by several names (separate
-q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and layers that the file lacks start
-fresh.
+q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and what the file lacks starts fresh.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from .lora_file import LoraFile, LoraLayer, lora_key, read_lora
 log = logging.getLogger(__name__)
 
 Rows = tuple[str, int, int]
-"""(module path, first output, number of outputs): what a file's name stands for, a layer or part of a fused
-one."""
+"""(module path, first output, number of outputs) that a file's name means: a layer or part of a fused one."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,9 @@ def start_from_file(
 ) -> dict[str, Tensor]:
     """Return the weights of step 0: the file's layers, and fresh ones for the rest of what `config` selects.
 
-    Layers of the file outside the selection are trained too; keys that match no layer are logged. `layers`
-    holds the base, for methods that start from it; `names` are further names of layers (see `layer_names`).
-    Raises ValueError when the file is not sound, matches nothing, or cannot be brought to `config`, and says
-    what to set.
+    Layers of the file outside the selection are trained too; keys without a layer are logged. `layers` holds
+    the base, for methods that start from it; `names` are more layer names (see `layer_names`). Raises
+    ValueError when the file is unsound, matches nothing or cannot be brought to `config`, saying what to set.
     """
     file = read_lora(path)
     matched = match_layers(file, specs, family, names)
@@ -148,8 +144,7 @@ def match_names(file: LoraFile, known: Mapping[str, Rows], outputs: Mapping[str,
 
 
 def layer_names(specs: Mapping[str, LayerSpec], family: Family) -> dict[str, Rows]:
-    """Return what files call the model's layers in the layouts that keep ComfyUI's own paths: kohya, native,
-    PEFT."""
+    """Return what files call the model's layers in layouts of ComfyUI's own paths: kohya, native, PEFT."""
     names: dict[str, Rows] = {}
     for path, spec in specs.items():
         names.update(dict.fromkeys([*spellings(path), lora_key(path, family)], (path, 0, spec.shape[0])))
@@ -163,11 +158,9 @@ def spellings(path: str) -> list[str]:
 
 
 def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
-    """Give a fresh adapter the difference that `layer` describes; a larger rank starts as one that adds
-    nothing.
+    """Give a fresh adapter the difference that `layer` describes; ranks beyond it start by adding nothing.
 
-    Raises ValueError, beginning with `where`, when the adapter is of another method, smaller, or of other
-    factors.
+    Raises ValueError, beginning with `where`, if the adapter is of another method or factors, or smaller.
     """
     wanted = adapter.config.algorithm
     if layer.algorithm != wanted and (layer.algorithm, wanted) != ("lora", "dora"):
@@ -269,8 +262,7 @@ def _joined(file: str, path: str, outputs: int, parts: list[tuple[Rows, LoraLaye
 
 
 def _with_factors(config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, LoraLayer]]) -> AdapterConfig:
-    """Return `config` with the LoKr settings under which every layer has the file's factors, where there are
-    any."""
+    """Return `config` with the LoKr settings that give every layer the file's factors, if there are any."""
     lokr = {path: (spec, layer) for path, (spec, layer) in layers.items() if layer.algorithm == "lokr"}
     if not lokr:
         return config

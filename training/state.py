@@ -1,7 +1,6 @@
 """The value that training turns into another value: how far, with which weights, with which memory.
 
-Everything that a step reads and changes is in it, and a state that was saved and loaded is the same, bit for
-bit.
+Everything that a step reads and changes is in it; a state saved and loaded is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class OptimizerState:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, Number] = field(default_factory=dict)
     groups: tuple[Mapping[str, Number], ...] = ()
-    """What it remembers of each parameter group as a whole, such as Prodigy's estimate of the learning
-    rate."""
+    """What it remembers of each parameter group as a whole, such as Prodigy's learning rate estimate."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class TrainState:
-    """A run at one step. Tensors are on the CPU; adapter weights float32; nothing in it is changed in
-    place."""
+    """A run at one step. Tensors are on the CPU, adapter weights float32; nothing is changed in place."""
 
     step: int
     adapter: AdapterConfig
@@ -69,8 +66,7 @@ class TrainState:
     family: str = ""
     """Name of the base's row in FAMILIES, which decides the LoRA file's keys."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What the LoRA file's metadata should say and training does not depend on: trigger word, data set,
-    settings."""
+    """What the LoRA file's metadata says and training ignores: trigger word, data set, settings."""
     ema: Mapping[str, Tensor] = field(default_factory=dict)
     """Moving average of `weights`, by the same names; empty when the run keeps none."""
     validations: tuple[tuple[int, float], ...] = ()

@@ -41,9 +41,8 @@ def validation_loss(
 ) -> float:
     """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
 
-    Takes the base for itself meanwhile, offloaded where it does not fit, and gives it back as it was. With a
-    `limit` above 0, that many samples, evenly spread, are measured. Raises ValueError without samples and for
-    a state of other layers.
+    Takes the base meanwhile, offloaded if it does not fit, and gives it back as it was. A `limit` above 0
+    measures so many samples, evenly spread. Raises ValueError without samples or for other layers' states.
     """
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     memory = memory or MemoryConfig()

@@ -20,8 +20,7 @@ from .model import Sampling
 
 @dataclass(frozen=True)
 class Level:
-    """What x_t is made of and how the network's output enters the image; each (B, 1, 1, 1), measured, not
-    assumed."""
+    """What x_t is made of and how the network's output enters the image; each (B, 1, 1, 1), measured."""
 
     image: Tensor
     """x_t holds image * x0 ..."""
@@ -62,8 +61,7 @@ def column(sigma: Tensor, ndim: int) -> Tensor:
 
 
 def huber(error: Tensor, delta: float) -> Tensor:
-    """e^2 up to |e| = delta, then 2 * delta * |e| - delta^2 (Huber 1964, doubled so that small errors count
-    as in mse)."""
+    """e^2 up to |e| = delta, then 2 * delta * |e| - delta^2 (Huber 1964, doubled: small errors as in mse)."""
     return 2.0 * F.huber_loss(error, torch.zeros_like(error), delta=delta, reduction="none")
 
 
@@ -74,8 +72,7 @@ def pseudo_huber(error: Tensor, delta: float) -> Tensor:
 
 
 def min_snr(level: Level, gain: Tensor, config: ObjectiveConfig) -> Tensor:
-    """min(SNR, gamma) on the image's squared error, in whichever space it is measured: over SNR for eps, over
-    SNR + 1 for v.
+    """min(SNR, gamma) on the image's squared error, in any space: over SNR for eps, over SNR + 1 for v.
 
     Hang et al. 2023, arXiv:2303.09556, sec. 3.4.
     """
@@ -83,8 +80,7 @@ def min_snr(level: Level, gain: Tensor, config: ObjectiveConfig) -> Tensor:
 
 
 def debiased(level: Level, gain: Tensor, config: ObjectiveConfig) -> Tensor:
-    """1 / sqrt(SNR) on the noise's squared error, in whichever space it is measured (Yu et al. 2023,
-    arXiv:2310.08442).
+    """1 / sqrt(SNR) on the noise's squared error, in any space (Yu et al. 2023, arXiv:2310.08442).
 
     SNR is held within 1e-3..1e3, so that neither end of the schedule outweighs the rest.
     """
@@ -106,9 +102,8 @@ SPACES: Mapping[str, Callable[[Level], Tensor]] = {
     "v": lambda level: level.slope.abs() * (level.image.square() + level.noise.square()).sqrt() / level.noise,
     "velocity": lambda level: level.slope.abs() * (level.image + level.noise) / level.noise,
 }
-"""Name -> what an error of the network's output is multiplied by to be one of the image x0, the noise eps, v
-of Salimans & Ho 2022 (arXiv:2202.00512) or the velocity eps - x0, at the same x_t. "output" is what the
-network itself predicts."""
+"""Name -> factor that makes an error of the network's output one of the image x0, noise eps, v of Salimans &
+Ho 2022 (arXiv:2202.00512) or velocity eps - x0, at the same x_t. "output": what the network predicts."""
 
 
 WEIGHTINGS: Mapping[str, Callable[[Level, Tensor, ObjectiveConfig], Tensor]] = {
@@ -121,5 +116,4 @@ WEIGHTINGS: Mapping[str, Callable[[Level, Tensor, ObjectiveConfig], Tensor]] = {
     ),
 }
 """Name -> weight of the loss at a level. "sigma-sqrt" (t^-2) and "cosmap" (2 / (pi * (1 - 2t + 2t^2)),
-arXiv:2403.03206, sec. 3.1) multiply the error of the chosen space at flow time t; the others mean the same in
-every space."""
+arXiv:2403.03206, sec. 3.1) weight the chosen space's error at flow time t; the others are the same in all."""

@@ -99,8 +99,7 @@ class Work:
 
     @contextmanager
     def result_in_place(self) -> Iterator[None]:
-        """Let the adapters compute with the weights that would be saved: the moving average, or
-        schedule-free's."""
+        """Let the adapters compute with the weights to save: the moving average, or schedule-free's."""
         trained = {name: parameter.data for name, parameter in self.parameters.items()}
         result = {**final_weights(self.optimizer, self.config.optimizer), **self.ema}
         try:

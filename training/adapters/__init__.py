@@ -1,5 +1,4 @@
-"""What is trained: small modules beside frozen layers. One file a method, one table of methods
-(`ADAPTERS`)."""
+"""What is trained: small modules beside frozen layers. One file a method, one table of them (`ADAPTERS`)."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def initialise(
 ) -> None:
     """Set every adapter to its start, which changes nothing: drawn from `seed` and its layer's path.
 
-    `layers` holds the base and `device` is where to look at it, for methods that start from it
-    (`needs_base`).
+    `layers` holds the base, looked at on `device` by methods that start from it (`needs_base`).
     """
     for path, adapter in adapters.items():
         base = None
@@ -115,8 +113,7 @@ def named_parameters(adapters: Mapping[str, Adapter]) -> dict[str, nn.Parameter]
 
 
 def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[str, float]:
-    """Return each parameter's multiple of the learning rate: its layer's (`lrs`) times LoRA+'s ratio where it
-    applies."""
+    """Return each parameter's multiple of the learning rate: its layer's (`lrs`) times any LoRA+ ratio."""
     scales: dict[str, float] = {}
     for path, adapter in adapters.items():
         layer = first_match(path, config.lrs, 1.0) * (config.text_encoder if is_text(path) else 1.0)
@@ -130,8 +127,7 @@ def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[st
 def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
     """Scale every difference that is larger than `config.max_norm` down to it; return how many were.
 
-    All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude is left as it
-    is.
+    All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude stays.
     """
     scaled = [adapter for adapter in adapters.values() if adapter.factors()] if config.max_norm else []
     norms = torch.stack([adapter.product().norm() for adapter in scaled]).tolist() if scaled else []

@@ -53,8 +53,7 @@ class Adapter(nn.Module):
 
     @staticmethod
     def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
-        """Return the product of the factors before scaling, as (out, everything else) or in the weight's
-        shape.
+        """Return the factors' product before scaling: (out, everything else) or in the weight's shape.
 
         `weights` are the parameters by name; `mask` (rank,) multiplies the rank components.
         """
@@ -87,8 +86,7 @@ class Adapter(nn.Module):
     def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
         """Compute what the adapter adds to the layer's output.
 
-        The backward pass forms the weight difference again instead of keeping one as large as the layer's
-        weight.
+        The backward pass forms the weight difference again: one as large as the weight is not kept.
         """
 
         def apply(x: Tensor, *parameters: Tensor) -> Tensor:

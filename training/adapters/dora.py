@@ -1,5 +1,4 @@
-"""DoRA: the direction of each weight column is adapted by LoRA, its length by one number (Liu et al. 2024,
-arXiv:2402.09353).
+"""DoRA: LoRA adapts a weight column's direction, a number its length (Liu et al. 2024, arXiv:2402.09353).
 
 W' = m * (W + dW) / (|W + dW| + eps), the norm taken over everything but axis 1 of the weight, the input axis:
 the only form that ComfyUI renders as the paper defines it (its `weight_decompose` divides by |W|, without dW,

@@ -22,8 +22,7 @@ _current: tuple[int, int] | None = None
 
 @contextmanager
 def draws(seed: int, index: int) -> Iterator[None]:
-    """Let attached adapters drop out as micro-batch `index` of a run; around its forward and its backward
-    pass."""
+    """Let attached adapters drop out as micro-batch `index` of a run; around forward and backward pass."""
     global _current
     before, _current = _current, (seed, index)
     try:
@@ -44,8 +43,7 @@ class Draw:
         return _current is None or not (config.dropout or config.rank_dropout or config.module_dropout)
 
     def leaves_out_module(self) -> bool:
-        """Say whether the adapter does not take part; the others are not scaled up for it (as in
-        sd-scripts)."""
+        """Say whether the adapter takes no part; the others are not scaled up for it (as in sd-scripts)."""
         share = self.config.module_dropout
         return _current is not None and bool(share) and self._uniform("module", 1).item() < share
 
@@ -61,8 +59,7 @@ class Draw:
         return self.x * kept.to(self.x.dtype) / (1 - share)
 
     def ranks(self) -> Tensor | None:
-        """Return the factors (rank,) of the rank components, 0 for a share of them; None when nothing is
-        dropped."""
+        """Return the rank components' factors (rank,), 0 for a share of them; None when all are kept."""
         share = self.config.rank_dropout
         if _current is None or not share:
             return None

@@ -20,8 +20,8 @@ from .lora import kernel_can_be_decomposed
 
 
 class LoHa(Adapter):
-    """w1_a, w2_a (out, rank) and w1_b, w2_b (rank, in * kernel); with t1, t2 (rank, rank, *kernel): (rank,
-    out), (rank, in)."""
+    """w1_a, w2_a (out, rank) and w1_b, w2_b (rank, in * kernel); with t1, t2 (rank, rank, *kernel) they are
+    (rank, out) and (rank, in)."""
 
     suffixes = {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
     starts_at_zero = ("w2_a",)

@@ -1,10 +1,8 @@
-"""LoKr: a Kronecker product of a small and a large factor, the large one low-rank (Yeh et al. 2023,
-arXiv:2309.14859).
+"""LoKr: a Kronecker product of a small factor and a large low-rank one (Yeh et al. 2023, arXiv:2309.14859).
 
 dW = (alpha / rank) * kron(w1, w2) with w1 (out1, in1), w2 (out2, in2, *kernel) = w2_a @ w2_b.
-`decompose_both` makes w1 a product too; where the rank would save nothing, and with `full_matrix`, a factor
-is kept whole. Two whole factors have no rank, so loaders apply them at strength 1 whatever alpha says, and so
-does this.
+`decompose_both` makes w1 a product too; where the rank saves nothing, and with `full_matrix`, a factor is
+kept whole. Two whole factors have no rank: loaders, and this, apply them at strength 1 whatever alpha is.
 """
 
 from __future__ import annotations
@@ -89,11 +87,9 @@ class LoKr(Adapter):
 
 
 def factorise(size: int, factor: int) -> tuple[int, int]:
-    """Return (m, n) with m * n == size and m <= n: m is `factor` where that divides, else the largest m up to
-    it.
+    """Return (m, n), m * n == size and m <= n: m is `factor` where that divides, else the largest up to it.
 
-    -1 gives the m nearest to the square root. The rule of LyCORIS, so that its files keep their
-    shapes.
+    -1 gives the m nearest to the square root. LyCORIS's rule, so that its files keep their shapes.
     """
     if factor > 0 and size % factor == 0:
         return min(factor, size // factor), max(factor, size // factor)

@@ -1,8 +1,7 @@
 """LoRA: the weight difference is a product of two thin matrices (Hu et al. 2021, arXiv:2106.09685).
 
 dW = (alpha / rank) * up @ down. On a convolution `down` keeps the kernel and `up` is 1x1 (LoCon); with
-`tucker` the kernel is a third factor, `mid`, between 1x1 ones (Yeh et al. 2023, arXiv:2309.14859, appendix
-B).
+`tucker` the kernel is a third factor, `mid`, between 1x1 ones (Yeh et al. 2023, arXiv:2309.14859, app. B).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from .dropout import Draw
 
 
 class LoRA(Adapter):
-    """down (rank, in, *kernel) and up (out, rank); with `mid` (rank, rank, *kernel), down is (rank, in, 1,
-    1)."""
+    """down (rank, in, *kernel), up (out, rank); with `mid` (rank, rank, *kernel) down is (rank, in, 1, 1)."""
 
     suffixes = {"down": "lora_down.weight", "up": "lora_up.weight", "mid": "lora_mid.weight"}
     starts_at_zero: ClassVar[tuple[str, ...]] = ("up",)
@@ -43,8 +41,7 @@ class LoRA(Adapter):
             self.mid = nn.Parameter(torch.empty(config.rank, config.rank, *kernel))
 
     def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Kaiming-uniform `down` (or N(0, 1/rank)) and zero `up`, as in the paper's code: dW is 0, `up`
-        learns at once."""
+        """Kaiming-uniform (or N(0, 1/rank)) `down`, zero `up`, as the paper's code: dW is 0, `up` learns."""
         with torch.no_grad():
             for factor in (self.down, self.mid) if self.tucker else (self.down,):
                 if self.config.init == "gaussian":
@@ -75,8 +72,7 @@ class LoRA(Adapter):
 
     @classmethod
     def file_tensors(cls, weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
-        """As the base's; `up` gets the 1x1 kernel that LyCORIS, sd-scripts and diffusers expect of a
-        convolution."""
+        """As the base's; a convolution's `up` gets the 1x1 kernel of LyCORIS, sd-scripts and diffusers."""
         tensors = super().file_tensors(weights, config)
         kernel = (1,) * (weights["down"].ndim - 2)
         return {**tensors, cls.suffixes["up"]: weights["up"].reshape(*weights["up"].shape, *kernel)}
@@ -101,6 +97,5 @@ def masked(factor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def kernel_can_be_decomposed(spec: LayerSpec) -> bool:
-    """Say whether a Tucker decomposition makes sense here: ComfyUI loads it for two-dimensional kernels
-    only."""
+    """Say whether a Tucker decomposition makes sense here: ComfyUI loads it for 2D kernels only."""
     return spec.kind == "conv2d" and any(side > 1 for side in spec.shape[2:])

@@ -1,11 +1,8 @@
-"""PiSSA: LoRA that starts from the principal components of the base weight (Meng et al. 2024,
-arXiv:2404.02948).
+"""PiSSA: LoRA that starts from the base weight's principal components (Meng et al. 2024, arXiv:2404.02948).
 
-The paper moves the components out of the base; here the base stays whole and their start values are
-subtracted:
+The paper moves them out of the base; here the base stays whole and their start values are subtracted:
     dW = (alpha / rank) * (up @ down - up0 @ down0)
-which trains the same and is a plain LoRA of twice the rank in the file, so every loader renders it on the
-original base.
+which trains the same and is a plain LoRA of twice the rank in the file; loaders render it on the whole base.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ class PiSSA(LoRA):
         self.up0 = nn.Parameter(torch.empty_like(self.up), requires_grad=False)
 
     def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Split the largest singular values evenly between both factors; what the base lacks is drawn as in
-        LoRA."""
+        """Split the largest singular values evenly between the factors; any missing are drawn as in LoRA."""
         if base is None:
             raise ValueError("PiSSA starts from the base weight; give it, as in initialise(generator, base).")
         super().initialise(generator)

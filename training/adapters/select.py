@@ -1,5 +1,4 @@
-"""Which layers are trained, and with which settings each: patterns over module paths, block ranges, per-layer
-values."""
+"""Which layers are trained, with which settings each: patterns over paths, block ranges, per-layer values."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def _apart(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[s
 
 
 def for_layer(config: AdapterConfig, path: str) -> AdapterConfig:
-    """Return the settings of the layer at `path`: its algorithm, rank and alpha, with no patterns left for
-    them."""
+    """Return the settings of the layer at `path`: its algorithm, rank and alpha, with no patterns left."""
     return dataclasses.replace(
         config,
         algorithm=first_match(path, config.algorithms, config.algorithm),

@@ -1,8 +1,7 @@
 """Models at rest: with the weights that their files gave them, in host memory.
 
 In a loaded model ComfyUI may have merged a LoRA into the weights that all its clones share, or cast small
-ones. `unload_all_models` leaves as they are those that it computes with on the CPU, as it often does with
-text encoders.
+ones. `unload_all_models` leaves alone those that it computes with on the CPU, often text encoders.
 """
 
 from __future__ import annotations

@@ -192,16 +192,12 @@ def concatenated(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute attention by PyTorch's kernel, whatever ComfyUI was started with: sage and flash have no
-    backward here.
-    """
+    """Compute attention by PyTorch's kernel, whatever ComfyUI was told: sage and flash have no backward."""
     return comfy.ldm.modules.attention.attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _set_attribute(model: Any, path: str, value: Any) -> Any:
-    """Set `model.<path>`; return the function that restores it, leaving no attribute that was not there
-    before.
-    """
+    """Set `model.<path>`; return the function that restores it, leaving no attribute that was new."""
     *parents, name = path.split(".")
     owner = comfy.utils.get_attr(model, ".".join(parents)) if parents else model
     slots = [owner.__dict__, owner._modules, owner._parameters, owner._buffers]

@@ -1,6 +1,4 @@
-"""Load a base model from ComfyUI's own folders, in one piece or as people own SD3.5 and Flux: in separate
-files.
-"""
+"""Load a base model from ComfyUI's own folders, in one piece or, as people own SD3.5 and Flux, in several."""
 
 from __future__ import annotations
 
@@ -145,8 +143,7 @@ READ_AHEAD = 1 << 24
 def require_safetensors(path: Path) -> TensorFile:
     """Return a .safetensors file, its header read and checked, no tensor loaded.
 
-    Raises ValueError for pickles, truncated files, oversized headers and offsets that overlap or leave the
-    file.
+    Raises ValueError for pickles, truncated files, oversized headers, offsets that overlap or leave the file.
     """
     if path.suffix not in (".safetensors", ".sft"):  # by which ComfyUI decides how to open a file
         raise ValueError(

@@ -1,5 +1,4 @@
-"""LoRA files and checkpoints by the names that ComfyUI lists them under: merged into a MODEL, or into new
-files."""
+"""LoRA files and checkpoints by ComfyUI's names for them: merged into a MODEL, or into new files."""
 
 from __future__ import annotations
 

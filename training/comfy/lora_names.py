@@ -1,5 +1,4 @@
-"""What LoRA files call the layers of a ComfyUI model: ComfyUI's own table, so that we read what its loader
-reads."""
+"""What LoRA files call a ComfyUI model's layers, from ComfyUI's own table: we read what its loader reads."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from .denoiser import NETWORK
 
 
 def lora_names(patcher: Any, clip: Any = None) -> dict[str, tuple[str, int, int]]:
-    """Return what `training.start.layer_names` does, for every layout that ComfyUI's loader knows for this
-    model.
+    """Return `training.start.layer_names` of this model for every layout that ComfyUI's loader knows for it.
 
     With `clip`, those of its text encoders too. Names for which the loader reorders the outputs (a diffusers
     norm's shift and scale) are left out.

@@ -19,8 +19,7 @@ MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
 
 
 def family_in(file: str, model: Any) -> Family:
-    """Return the family of a MODEL from the base model in `file` ("": not known), whose name may say that it
-    was distilled."""
+    """Return a MODEL's family from its base model's `file` ("": not known); the name may say distilled."""
     config = model.model.model_config
     return family_of(type(config).__name__, config.unet_config, file=file)
 
@@ -32,8 +31,7 @@ def run_notes(
     total: int,
     sizes: Iterable[tuple[int, int]] = (),
 ) -> list[str]:
-    """Return a sentence for everything unusual about a run of `total` steps, and for settings that do
-    nothing in it.
+    """Return a sentence for all that is unusual about a run of `total` steps, and for settings of no effect.
 
     `family` is that of its base's file; `sizes` are those of the pictures, (width, height) in pixels.
     """

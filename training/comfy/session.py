@@ -50,9 +50,7 @@ def known_runs() -> list[dict[str, Any]]:
 
 
 def request_finish(run: str) -> bool:
-    """Ask the run in output/graft/<run> to end after its current step; False when no such run is under
-    way.
-    """
+    """Ask the run in output/graft/<run> to end after its current step; False when none is under way."""
     live = _runs.get(run)
     if live is None or not live.running:
         return False

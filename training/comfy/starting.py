@@ -1,5 +1,4 @@
-"""What Build LoRA's settings give on a model: which layers, how many parameters, and the state that a LoRA
-file starts."""
+"""What Build LoRA's settings give on a model: layers, parameters, and the state that a LoRA file starts."""
 
 from __future__ import annotations
 

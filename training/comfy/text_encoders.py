@@ -1,7 +1,6 @@
 """CLIP text encoders that are trained along with the network, so captions are encoded anew in every step.
 
-What is not trained (T5) stays in the text cache: ComfyUI puts CLIP's tokens first, and only those are
-replaced.
+What is not trained (T5) stays in the text cache: ComfyUI puts CLIP's tokens first; only those are replaced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The engine owns the base weights during a run.
 
 ComfyUI executes nodes in inference mode, and on NVIDIA its newer versions cast weights into one buffer that
-the next layer overwrites: autograd may keep neither. So for the duration of `held` every frozen layer
-computes through its own accessor (`training.layer.FrozenLayer`), every other parameter is an ordinary tensor
-on the compute device, attention is PyTorch's, and ComfyUI's cast buffers are not on the path. On every exit
-all is as before.
+the next layer overwrites: autograd may keep neither. So during `held` every frozen layer computes through its
+own accessor (`training.layer.FrozenLayer`), every other parameter is an ordinary tensor on the compute
+device, attention is PyTorch's, and ComfyUI's cast buffers are not on the path. Every exit restores all.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("f
 
 
 def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = "") -> dict[str, LayerSpec]:
-    """Return what an adapter could sit on, by module path, found by role: quantised linears are no
-    `nn.Linear`.
+    """Return what an adapter could sit on, by module path; by role, as quantised linears are no `nn.Linear`.
 
-    Weights in `patches`, by path with `prefix` before, are ordinary numbers in training whatever their file
-    has.
+    Weights in `patches`, by path after `prefix`, are ordinary numbers in training whatever their file has.
     """
     specs: dict[str, LayerSpec] = {}
     for path, module in network.named_modules():
@@ -90,9 +87,7 @@ def _layer(
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that autograd may use; inference tensors may not be saved for
-    backward.
-    """
+    """Return a tensor over the same memory that autograd may use: it may not save inference tensors."""
     if hasattr(tensor, "tensor_type"):  # of ComfyUI-GGUF, whose class says another shape than its bytes have
         tensor = tensor.as_subclass(Tensor)
     if not tensor.is_inference() or isinstance(tensor, QuantizedTensor):
@@ -181,9 +176,7 @@ def _gguf_type(loaded: Any) -> str | None:
 
 
 def _patched(patcher: Any, key: str, weight: Packed, later: bool = False) -> Packed:
-    """Return the host weight with the patches that the incoming MODEL carries for it: computed now, or at
-    each use.
-    """
+    """Return the host weight with the incoming MODEL's patches for it, computed now or at each use."""
     if key not in patcher.patches:
         return weight
 

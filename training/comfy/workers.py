@@ -1,8 +1,7 @@
 """Train Steps on several graphics cards of this machine: torchrun starts a process for each.
 
-They execute the graph that was queued, up to Train Steps (`graft worker`), and keep the run where this
-process finds it. What can be seen of it here is its log. Train Steps before that one were trained here, and
-are only read there.
+They execute the queued graph up to Train Steps (`graft worker`), and keep the run where this process finds
+it. What can be seen of it here is its log. Earlier Train Steps were trained here and are only read there.
 """
 
 from __future__ import annotations

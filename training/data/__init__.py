@@ -8,9 +8,8 @@
     batch = dataset.batch(4, seed=0, index=17)
 
 Beside them: `fingerprint(folder, config)` notices edits without opening a file, `list_datasets(roots)` fills
-a menu, `summary(images)`, `report(dataset)` and `preview(images, step=...)` tell a person what is trained,
-and `Store(cache_dir)` measures and cleans the cache. Read in the order of the first line; `config.py` says
-what can be set.
+a menu, `summary(images)`, `report(dataset)` and `preview(images, step=...)` tell what is trained, and
+`Store(cache_dir)` measures and cleans the cache. Read in the first line's order; settings are in `config.py`.
 """
 
 from .batch import EncodedDataset

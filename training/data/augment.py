@@ -1,7 +1,6 @@
 """The pictures that are made of one image: crops, mirror images, colours. Each has a place in the cache.
 
-The one rule: what is drawn depends on the image's content and the settings alone, so the next run finds it
-cached.
+The one rule: what is drawn depends on the image's content and the settings alone, so it stays cached.
 """
 
 from __future__ import annotations

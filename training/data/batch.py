@@ -1,7 +1,6 @@
 """Encoded samples as batches: what training reads. The order is `order.py`'s, the tensors are the cache's.
 
-The one rule: `batch` is a pure function of its arguments, so a resumed run continues with the batch that was
-next.
+The one rule: `batch` is a pure function of its arguments, so a resumed run goes on with the next batch.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class EncodedDataset:
     ) -> None:
         """Take the entries of `index` that belong to this dataset, or all of them.
 
-        `steady` is for validation: always an image's first view and caption, once, in the same order, no
-        dropout.
+        `steady` is for validation: an image's first view and caption, once, in the same order, no dropout.
         """
         self.index, self.store, self.images, self.steady = index, store, images, steady
         self.skipped = tuple(skipped)

@@ -114,8 +114,7 @@ def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> 
 def crop_box(width: int, height: int, bucket: Size, *, at: tuple[float, float] = (0.5, 0.5)) -> Box:
     """Return the largest box of the bucket's shape inside the image.
 
-    `at` places it in the free room: (0, 0) is the left top corner, (0.5, 0.5) the center, (1, 1) the right
-    bottom.
+    `at` places it in the free room: (0, 0) is top left, (0.5, 0.5) the center, (1, 1) bottom right.
     """
     scale = max(bucket[0] / width, bucket[1] / height)
     box_width, box_height = min(bucket[0] / scale, width), min(bucket[1] / scale, height)

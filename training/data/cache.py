@@ -132,8 +132,7 @@ class _Work:
 def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[int], dict[int, str]]:
     """Give every view and text its key.
 
-    Returns the index, the samples with a picture or mask to encode, those with a text to encode, and the
-    unusable ones.
+    Returns the index, the samples with a picture or mask to encode, those with a text, and the unusable ones.
     """
     samples, sources = work.images.samples, work.images.sources
     configs = [source.config for source in sources]

@@ -1,8 +1,7 @@
 """Reading a folder: which images there are, their captions, sizes and masks. Headers only, no pixels.
 
-The one rule: nothing is left out in silence. Every file that cannot be used is named with its reason, all in
-one error; the rest is trained only when the user allowed skipping. Names are sorted, so the order is the same
-everywhere.
+The one rule: nothing is left out in silence. Every unusable file is named with its reason, all in one error;
+the rest is trained only if the user allowed that. Names are sorted: the order is the same everywhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """In which order samples are seen: a pure function of (seed, index), so there is no sampler state to save.
 
 The one rule: in an epoch every entry is seen exactly its repeats' number of times. Each bucket is shuffled
-and cut into batches of its own, the last one smaller where it does not come out even; then the batches of all
-buckets are shuffled together. So no bucket is starved or seen more often than its images ask for, and no
-image is dropped.
+and cut into batches of its own, the last one smaller where uneven; then all batches are shuffled together. So
+no bucket starves or is seen more often than its images ask for, and no image is dropped.
 """
 
 from __future__ import annotations

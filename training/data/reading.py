@@ -1,8 +1,7 @@
 """Opening a sample, from a file or from memory: its pixels and mask, and digests of what they hold.
 
 The one rule: pixels are never taken for those of another file. Sizes and dates are compared with the scan's
-before a digest is made and after pixels are read, because the digest is the key under which the result is
-kept.
+before a digest is made and after pixels are read, as the digest is the key to the result.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from .samples import ImageSet, Skipped
 def summary(images: ImageSet) -> str:
     """Return what a scan found.
 
-    Images and repeats by folder, those without a caption, other files, folders not read, and every file that
-    was left out.
+    Images and repeats by folder, those without caption, other files, folders not read, every file left out.
     """
     table = images.samples
     bare: Counter[int] = Counter()

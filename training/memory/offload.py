@@ -73,8 +73,7 @@ class StreamCopier:
 class Ring:
     """Host tensors that are on the device when they are asked for, if they are asked for in a known order.
 
-    Remembers what followed each pair of fetches: a pair tells the forward pass from the backward pass, which
-    goes the other way.
+    Remembers what followed each pair of fetches: pairs tell the forward pass from its reverse, the backward.
     """
 
     def __init__(self, copier: Copier, ahead: int) -> None:

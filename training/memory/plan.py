@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 
 RESERVE = 0.04
-"""Share of the memory that is left for what no tensor accounts for: the allocator's gaps, kernels' work
-space."""
+"""Share of the memory left for what no tensor accounts for: the allocator's gaps, kernels' work space."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ def fitting(
     """Return the candidates from the fastest one that fits into `budget` on, to be tried in this order.
 
     `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them, and so
-    does no budget. `predict` is a `predictor` of the same, where the caller has one: what it has forecast is
-    not done again.
+    does no budget. `predict` is a `predictor` of the same, if the caller has one: nothing is forecast twice.
     """
     plans = candidates(config.memory)
     if (

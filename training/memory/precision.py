@@ -1,7 +1,6 @@
 """Number formats: of the forward pass, and of the adapter's weights between two optimizer steps.
 
-Adapter weights and gradients are float32, unless the optimizer settings ask for bf16 weights; steps always
-are.
+Adapter weights and gradients are float32, unless the settings ask for bf16 weights; steps always are.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 def compute_dtype(config: MemoryConfig, device: torch.device) -> torch.dtype:
     """Return the configured dtype.
 
-    "auto" is bf16 where the device computes in it natively, fp16 (with loss scaling) on older GPUs, float32
-    elsewhere.
+    "auto" is bf16 where the device computes in it natively, fp16 (loss scaling) on older GPUs, else float32.
     """
     if config.dtype != "auto":
         return DTYPES[config.dtype]
@@ -34,8 +32,7 @@ def compute_dtype(config: MemoryConfig, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def stepping_in_float32(parameters: Mapping[str, nn.Parameter], seed: int, step: int) -> Iterator[None]:
-    """Let an optimizer see bf16 parameters and gradients as float32; afterwards round the parameters
-    stochastically.
+    """Let an optimizer see bf16 parameters and gradients as float32, then round parameters stochastically.
 
     Float32 parameters are left alone. The rounding is drawn from (seed, step, name).
     """
@@ -56,11 +53,9 @@ def stepping_in_float32(parameters: Mapping[str, nn.Parameter], seed: int, step:
 
 
 def stochastic_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 to one of the two nearest bf16 numbers, the nearer the likelier: the expected value is
-    unchanged.
+    """Round float32 to one of the two nearest bf16 numbers, the nearer the likelier: the mean is unchanged.
 
-    A random number below the last kept bit is added to the bits before they are cut (Zamirai et al. 2020,
-    arXiv:2010.06192, sec. 4).
+    Random bits below the last kept one are added, then cut (Zamirai et al. 2020, arXiv:2010.06192, sec. 4).
     """
     noise = torch.randint(
         0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator

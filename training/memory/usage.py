@@ -11,8 +11,7 @@ from .live import LiveTensors
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors have taken on `device` in this process; 0 where that is not
-    counted."""
+    """Return the most memory that tensors took on `device` in this process; 0 where that is not counted."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "xpu":
@@ -31,8 +30,7 @@ def in_use(device: torch.device) -> int:
 def limited_to(most: int | None, device: torch.device) -> Iterator[None]:
     """Let an allocation fail that would bring the process beyond `most` bytes.
 
-    Windows would move to host memory what a card has no room for, and every step would take ten times as
-    long.
+    Windows would move to host memory what a card has no room for; every step would take ten times as long.
     """
     if most is None or device.type != "cuda":
         yield

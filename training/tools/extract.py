@@ -1,5 +1,4 @@
-"""Extract a LoRA from two models: the difference of their weights, layer by layer, in the rank that is asked
-for."""
+"""Extract a LoRA from two models: the difference of their weights, layer by layer, in the rank asked for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Inspect a LoRA: method, ranks, alphas, size, how much it changes in each block, and what its metadata
-says."""
+"""Inspect a LoRA: method, ranks, alphas, size, how much it changes each block, and what its metadata says."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def inspect(file: LoraFile) -> Report:
 
 
 def _square(layer: LoraLayer) -> float:
-    """Return the squared Frobenius norm of a layer's product; that of two factors from their small Gram
-    matrices."""
+    """Return the squared Frobenius norm of a layer's product; of two factors from small Gram matrices."""
     weights = {name: tensor.double() for name, tensor in layer.weights.items()}
     if set(weights) - {"magnitude"} != {"up", "down"}:
         return float(layer.product().double().square().sum())
@@ -73,8 +71,7 @@ def _square(layer: LoraLayer) -> float:
 
 
 def guessed_base(file: LoraFile) -> str:
-    """Return which kind of model the layers belong to; U-Nets differ by the width of the text they attend
-    to."""
+    """Return which kind of model the layers belong to; U-Nets differ by the width of text they attend to."""
     for name, layer in file.layers.items():
         for pattern, base in BASES.items():
             if found := re.search(pattern, name):

@@ -1,5 +1,4 @@
-"""The best approximation of a matrix by one of lower rank: its largest singular values (Eckart and Young
-1936)."""
+"""A matrix's best approximation of lower rank: its largest singular values (Eckart and Young 1936)."""
 
 from __future__ import annotations
 

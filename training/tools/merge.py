@@ -46,9 +46,8 @@ def merge_files(
 ) -> str:
     """Write the checkpoint `base` with each (LoRA, strength) in it, in this order; return a report.
 
-    At any time one weight is in memory, and the LoRAs. Weights without a LoRA, and all metadata, are copied
-    byte for byte. Raises AlreadyMerged when the metadata name one of the LoRAs, ValueError for files that do
-    not fit.
+    At any time one weight is in memory, and the LoRAs. Weights without one, and all metadata, are copied byte
+    for byte. Raises AlreadyMerged when the metadata name a LoRA, ValueError for files that do not fit.
     """
     check_output(output, [base, *(path for path, _ in loras)])
     weights = TensorFile(base)
@@ -88,8 +87,7 @@ def merge_files(
 
 
 def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: str = "weight") -> Tensor:
-    """Return one weight with `strength` times a LoRA's difference, in the weight's dtype; as ComfyUI's loader
-    does.
+    """Return one weight with `strength` times a LoRA's difference, in its dtype; as ComfyUI's loader does.
 
     Raises ValueError for a weight of 8 bits, in which a small difference is lost.
     """
@@ -108,11 +106,9 @@ def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name:
 
 
 def merge_model(model: Any, patches: Mapping[Any, Any], key: str, name: str, *, strength: float = 1.0) -> Any:
-    """Return a clone of a ComfyUI MODEL or CLIP patcher with `patches` (of `comfy.lora.load_lora`) under
-    `key`.
+    """Return a clone of a ComfyUI MODEL or CLIP patcher with `patches` (of `comfy.lora.load_lora`) at `key`.
 
-    `name` is how people know them. The patcher that comes in is not changed. Raises AlreadyMerged when `key`
-    is in it.
+    `name` is for people. The patcher that comes in is not changed. Raises AlreadyMerged when it has `key`.
     """
     merged = dict(model.attachments.get(ATTACHMENT, {}))
     if key in merged:
@@ -127,8 +123,7 @@ def merge_model(model: Any, patches: Mapping[Any, Any], key: str, name: str, *, 
 
 
 def unmerge_model(model: Any, key: str, name: str) -> Any:
-    """Return a clone of the patcher without what `merge_model` added under `key`; its weights are then as
-    before.
+    """Return a clone of the patcher without what `merge_model` added under `key`; weights are then as before.
 
     Raises NotMerged when `key` is not in it.
     """

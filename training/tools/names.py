@@ -1,5 +1,4 @@
-"""What LoRA files call the weights of a saved checkpoint, of the network and of its text encoders, in every
-layout."""
+"""What LoRA files call a saved checkpoint's weights, network's and text encoders', in every layout."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ TEXT_ENCODERS: Mapping[str, TextEncoder] = {
         ("text_encoders.t5xxl.transformer.",),
     ),
 }
-"""As ComfyUI's `model_lora_keys_clip` reads them; SD1.5 has lora_te_ for its CLIP-L, OneTrainer's Flux
-lora_te2_ for T5."""
+"""As in ComfyUI's `model_lora_keys_clip`; SD1.5's CLIP-L is lora_te_, OneTrainer's T5 of Flux lora_te2_."""
 
 _OPEN_CLIP = {
     "attn.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -116,8 +114,7 @@ def kohya_prefix(part: str, keys: Iterable[str]) -> str:
 
 
 def places(key: str, shape: tuple[int, ...]) -> list[Place]:
-    """Return the layers in a checkpoint's weight: none for what no LoRA holds, three for OpenCLIP's fused
-    qkv."""
+    """Return a checkpoint weight's layers: none for what no LoRA holds, three for OpenCLIP's fused qkv."""
     if len(shape) < 2 or key.startswith(LEFT_OUT):
         return []
     path = key.removesuffix("_weight" if key.endswith("in_proj_weight") else ".weight")
@@ -161,8 +158,7 @@ def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
 
 
 def weight_names(shapes: Shapes) -> dict[str, Rows]:
-    """Return every name that files use for a checkpoint's weights -> (key, first output, number of
-    outputs)."""
+    """Return every name that files use for a checkpoint's weights -> (key, first output, number of them)."""
     names: dict[str, Rows] = {}
     for key, shape in shapes.items():
         for place in places(key, shape):
@@ -173,8 +169,7 @@ def weight_names(shapes: Shapes) -> dict[str, Rows]:
 
 
 def text_encoder_layer(name: str) -> tuple[str, str] | None:
-    """Return (key of TEXT_ENCODERS, path) of a text encoder's layer from its name in any layout; None for
-    others.
+    """Return (key of TEXT_ENCODERS, path) of a text encoder's layer from its name in any layout, else None.
 
     Underscores are read back by what CLIP's and T5's layers are called.
     """
@@ -224,8 +219,7 @@ def _diffusers_names(shapes: Shapes) -> dict[str, Rows]:
 
 
 def _parts(shapes: Shapes) -> Iterator[tuple[str, str, int, int, bool]]:
-    """Yield (diffusers' name, native path, first row, number of rows, whether its halves are the other way
-    round)."""
+    """Yield (diffusers' name, native path, first row, number of rows, whether its halves are swapped)."""
     if (family := export_family(shapes)) is None:
         return
     export = EXPORTS[family.export]

@@ -1,5 +1,4 @@
-"""Resize a LoRA: the best approximation of every layer in a lower rank, or in the rank that keeps a share of
-it.
+"""Resize a LoRA: the best approximation of each layer in a lower rank, or the rank that keeps a share of it.
 
 LoHa and LoKr become LoRA by it; DoRA keeps its magnitudes.
 """
