@@ -24,15 +24,13 @@ def _common_inputs() -> list[Any]:
             "resolution",
             default="1024",
             tooltip="Pixels: pictures are brought to about resolution x resolution, each at its own aspect "
-            "ratio. "
-            "Several, like 512, 1024, train at each.",
+            "ratio. Several, like 512, 1024, train at each.",
         ),
         io.String.Input(
             "trigger",
             default="",
-            tooltip="A word of your own that will call up what is learnt: put before every caption, or "
-            "where it says "
-            "[trigger].",
+            tooltip="A word of your own that will call up what is learnt: put before every caption, or where "
+            "it says [trigger].",
         ),
         io.Combo.Input(
             "missing_captions",

@@ -110,7 +110,7 @@ class DatasetSettingsNode(io.ComfyNode):
                         max=limit,
                         step=0.01,
                         tooltip=f"Share by which {name} is changed at random; variations are encoded and "
-                        f"kept.",
+                        "kept.",
                     )
                     for name, limit in (
                         ("brightness", 1.0),
@@ -201,9 +201,8 @@ class OptimizerSettings(io.ComfyNode):
                     "optimizer",
                     options=list(OPTIMIZERS),
                     default="adamw",
-                    tooltip="AdamW suits most LoRAs. The 8-bit ones need bitsandbytes; prodigy finds its "
-                    "own rate "
-                    "(set learning_rate to 1).",
+                    tooltip="AdamW suits most LoRAs. The 8-bit ones need bitsandbytes; prodigy finds its own "
+                    "rate (set learning_rate to 1).",
                 ),
                 io.Combo.Input(
                     "schedule",

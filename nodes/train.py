@@ -68,9 +68,8 @@ class TrainSteps(io.ComfyNode):
                     default=0,
                     min=0,
                     max=1000000,
-                    tooltip="Length of the whole run over which the learning rate decays, when several "
-                    "Train Steps follow "
-                    "one another. 0: the run ends with this node.",
+                    tooltip="Length of the whole run over which the learning rate decays, when several Train "
+                    "Steps follow one another. 0: the run ends with this node.",
                 ),
                 io.Float.Input(
                     "learning_rate",

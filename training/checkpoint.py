@@ -71,9 +71,8 @@ def save_state(state: TrainState, folder: Path) -> StateHandle:
             temporary.unlink(missing_ok=True)
     for old in folder.glob("state-*.safetensors"):
         if old != tensors:
-            with contextlib.suppress(
-                OSError
-            ):  # Windows keeps what is mapped into memory; the next save removes it
+            # Windows keeps what is mapped into memory; the next save removes it.
+            with contextlib.suppress(OSError):
                 old.unlink()
     return StateHandle(folder, state.step, digest)
 

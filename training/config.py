@@ -106,7 +106,7 @@ class AdapterConfig:
             require(
                 math.isfinite(ratio) and ratio > 0,
                 f"a learning-rate ratio must be above 0, got {ratio}; 1 changes nothing, and 'exclude' "
-                f"leaves layers out.",
+                "leaves layers out.",
             )
         require(
             self.init in ("default", "gaussian", "pissa"),

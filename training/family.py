@@ -140,8 +140,8 @@ def _distilled(name: str) -> str:
         f"this base model looks distilled to a few steps ({name}): training on it slowly undoes the "
         "distillation, and its images get worse at few steps. Train on the model it was distilled from and "
         "use the LoRA on this one, or load an assistant LoRA (a de-distillation adapter) onto the MODEL "
-        "before "
-        "Train Steps: patches on the incoming MODEL apply while training and are no part of the result."
+        "before Train Steps: patches on the incoming MODEL apply while training and are no part of the "
+        "result."
     )
 
 

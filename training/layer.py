@@ -146,9 +146,8 @@ def _linear_input_gradient(grad: Tensor, weight: Tensor, shape: torch.Size) -> T
 
 def _conv(apply: Callable[..., Tensor], transposed: Callable[..., Tensor], spatial: int) -> LayerKind:
     def low_rank(x: Tensor, down: Tensor, up: Tensor, *, groups: int, **options: Any) -> Tensor:
-        if (
-            groups > 1
-        ):  # every group has its own inputs but all share `down`: only the product is a convolution
+        # Every group has its own inputs but all share `down`: only the product is a convolution.
+        if groups > 1:
             weight = (up @ down.flatten(1)).reshape(-1, *down.shape[1:])
             return apply(x, weight, None, groups=groups, **options)
         return apply(apply(x, down, None, **options), up.reshape(*up.shape, *(1,) * (down.ndim - 2)))

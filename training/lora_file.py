@@ -211,10 +211,8 @@ def _check_magnitude(where: str, tensors: Mapping[str, Tensor]) -> None:
     if len(found) < 2 or found[0] != 1 or tensors["dora_scale"].numel() != found[1] or columns % found[1]:
         raise ValueError(
             f"{where}.dora_scale: shape {found} is not (1, {columns}), one length an input. ComfyUI divides "
-            f"lengths of "
-            "outputs by those of the base without the LoRA, so that it does not show what was trained; "
-            "Graft trains "
-            "DoRA over the input axis only."
+            "lengths of outputs by those of the base without the LoRA, so that it does not show what was "
+            "trained; Graft trains DoRA over the input axis only."
         )
 
 

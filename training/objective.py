@@ -96,8 +96,7 @@ def check_sampling(sampling: Sampling, name: str) -> None:
     if not bool((level.slope != 0).all()) or not bool(torch.isfinite(level.slope).all()):
         raise ValueError(
             f"{name} cannot be trained: in its {type(sampling).__name__} the network's output does not "
-            f"decide "
-            "the image."
+            "decide the image."
         )
 
 

@@ -100,8 +100,7 @@ def _module(name: str) -> tuple[str, ...]:
     if name not in MODULES:
         raise ValueError(
             f"preset: {name}: not known which layers of ComfyUI's models those are; known: "
-            f"{', '.join(MODULES)}. "
-            "Name the layers in unet_target_name instead."
+            f"{', '.join(MODULES)}. Name the layers in unet_target_name instead."
         )
     return MODULES[name]
 

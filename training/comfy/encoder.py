@@ -21,8 +21,7 @@ class ComfyEncoder:
         if clip is None:
             raise ValueError(
                 "no text encoder: this checkpoint holds none; choose text encoder files in Load Base Model, "
-                "or connect "
-                "a CLIP loader."
+                "or connect a CLIP loader."
             )
         if vae is None or vae.first_stage_model is None:
             raise ValueError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")

@@ -152,9 +152,8 @@ def upright(image: Image.Image) -> int:
         return 1  # Pillow would decode the whole image to look for EXIF behind it
     try:
         return int(image.getexif().get(0x0112, 1))
-    except (
-        Exception
-    ) as error:  # a damaged EXIF block raises nearly anything and says nothing about the pixels
+    # A damaged EXIF block raises nearly anything and says nothing about the pixels.
+    except Exception as error:
         logging.debug("EXIF of %s cannot be read: %s", getattr(image, "filename", "image"), error)
         return 1
 

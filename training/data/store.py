@@ -89,9 +89,8 @@ class Store:
             finally:
                 temporary.unlink(missing_ok=True)
         except PermissionError:
-            if (
-                not path.exists()
-            ):  # Windows refuses to replace a file that another process is reading: same key, same content
+            # Windows refuses to replace a file that another process is reading: same key, same content.
+            if not path.exists():
                 raise ValueError(
                     f"the cache folder {self.folder} cannot be written to: permission denied."
                 ) from None
