@@ -54,7 +54,7 @@ def rounded(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 def lora_key(path: str, family: Family) -> str:
     """Return the file's name for the layer at a module path of the diffusion model or a text encoder."""
     if is_text(path):
-        encoder, _, inner = path.removeprefix(f"{TEXT}").partition(".transformer.")
+        encoder, _, inner = path.removeprefix(TEXT).partition(".transformer.")
         return family.text_encoders[encoder] + inner.replace(".", "_")
     return family.key_prefix + path.replace(".", "_") if family.key_prefix else f"diffusion_model.{path}"
 

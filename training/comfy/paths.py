@@ -91,9 +91,7 @@ def state_folder(name: str) -> Path:
 
 
 def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
-    clean = (
-        name.strip().replace("\\", "/").removesuffix(suffix) if suffix else name.strip().replace("\\", "/")
-    )
+    clean = name.strip().replace("\\", "/").removesuffix(suffix)
     forbidden = set('<>:"|?*') | {chr(code) for code in range(32)}
     parts = clean.split("/")
     if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
