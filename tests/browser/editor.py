@@ -50,12 +50,13 @@ class Editor:
         graft, card = _text("graft", DIALOG), _text(name, DIALOG)
         opened = f"{WORKFLOW}.path.endsWith('/{name}.json')"
         for _ in self._attempts(opened):
-            self._click_until(_labelled("Templates"), f"!!({graft})")
-            self._click_until(graft, f"!!({card})")
-            self._click_until(card, f"!document.querySelector('{DIALOG}')")
+            with contextlib.suppress(TimeoutError):  # a dialog that moves on while its pictures come
+                self._click_until(_labelled("Templates"), f"!!({graft})")
+                self._click_until(graft, f"!!({card})")
+                self._click_until(card, f"!document.querySelector('{DIALOG}')")
 
     def _click_until(self, element: str, condition: str) -> None:
-        for _ in self._attempts(condition):
+        for _ in self._attempts(condition) if not self.page.evaluate(condition) else ():
             self.page.click_on(element)
 
     def _attempts(self, condition: str) -> Iterator[None]:
