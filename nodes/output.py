@@ -14,9 +14,9 @@ from ..training.family import family_named
 from ..training.formats import FILE_FORMATS
 from ..training.log import read_log
 from ..training.memory.precision import DTYPES
-from ..training.metadata import WEIGHTS, lora_metadata, with_hashes
+from ..training.metadata import WEIGHTS, lora_metadata, write_lora
 from ..training.run import Run, newest
-from ..training.tensor_file import TensorFile, write_tensors
+from ..training.tensor_file import TensorFile
 from .sockets import State, schema
 
 
@@ -107,9 +107,9 @@ class SaveLora(io.ComfyNode):
             finished=(state.path / "state.json").stat().st_mtime,
             seconds=_seconds(state),
         )
-        metadata, before = with_hashes(tensors, metadata), _weights_in(path)
+        before = _weights_in(path)
         try:
-            write_tensors(path, tensors, metadata)
+            metadata = write_lora(path, tensors, metadata)
         except OSError as error:
             raise ValueError(
                 f"{path}: the LoRA could not be saved ({error.strerror or error}). Choose another name, or "

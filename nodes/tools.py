@@ -81,7 +81,7 @@ class MemoryPlan(io.ComfyNode):
         memory_settings: MemoryConfig | None = None,
         clip: Any = None,
     ) -> io.NodeOutput:
-        adapter = start.load().adapter if isinstance(start, StateHandle) else start
+        adapter = start.adapter if isinstance(start, StateHandle) else start
         config = replace(
             optimizer_settings or TrainConfig(),
             batch_size=batch_size,

@@ -145,11 +145,12 @@ class TrainSteps(io.ComfyNode):
         sample_prompts: SamplePrompts | None = None,
         gpus: int = 1,
     ) -> io.NodeOutput:
-        adapter = start.load().adapter if isinstance(start, StateHandle) else start
+        adapter = start.adapter if isinstance(start, StateHandle) else start
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         dataset = encoded(dataset)
-        resumes = isinstance(start, StateHandle)
-        resumed, left_out = (start, []) if resumes else first_state(denoiser, adapter, seed)
+        resumed, left_out = (
+            (start, []) if isinstance(start, StateHandle) else first_state(denoiser, adapter, seed)
+        )
         first = resumed.step if resumed else 0
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)
@@ -161,7 +162,7 @@ class TrainSteps(io.ComfyNode):
             batch_size=batch_size,
             gradient_accumulation=chosen.gradient_accumulation * processes,
             seed=seed,
-            adapter=resumed.load().adapter if resumed else adapter,
+            adapter=resumed.adapter if resumed else adapter,
             optimizer=replace(chosen.optimizer, lr=learning_rate),
             schedule=_over(chosen.schedule, total_steps or first + steps),
             objective=objective_settings or ObjectiveConfig(),

@@ -38,13 +38,23 @@ class StateHandle:
     digest: str
     """Of the state's contents: equal states have equal digests."""
 
+    @property
+    def adapter(self) -> AdapterConfig:
+        """What the state trains, without reading its tensors. Raises ValueError as `load` does."""
+        return from_dict(AdapterConfig, self._values()["adapter"])
+
     def load(self) -> TrainState:
         """Return the state. Raises ValueError when it is gone, damaged, or another one lies in its place."""
-        if read_values(self.path).get("digest") != self.digest:
+        self._values()
+        return load_state(self.path)
+
+    def _values(self) -> dict[str, Any]:
+        values = read_values(self.path)
+        if values.get("digest") != self.digest:
             raise ValueError(
                 f"{self.path}: another training state has been written here; queue the graph again."
             )
-        return load_state(self.path)
+        return values
 
 
 def save_state(state: TrainState, folder: Path) -> StateHandle:

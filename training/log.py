@@ -75,8 +75,7 @@ def read_log(path: Path) -> list[Entry]:
     entries: list[Entry] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
-            found = json.loads(line)
-            if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            if (found := _entry(line)) is None:
                 break
             entries.append(found)
     except (OSError, ValueError):
@@ -107,7 +106,7 @@ def read_entries(path: Path, start: int) -> dict[str, Any]:
     }
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def _entry(line: str | bytes) -> Entry | None:
     """Return a line of the log, or None for what is no entry; JSON's NaN is none."""
     try:
         found = json.loads(line, parse_constant=lambda name: None)

@@ -181,9 +181,14 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
     }
 
 
-def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a LoRA file with the digests of its own weights. Raises OSError as `write_tensors` does."""
-    write_tensors(path, tensors, with_hashes(tensors, metadata))
+def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Write a LoRA file and return its metadata, which have the digests of its own weights.
+
+    Raises OSError as `write_tensors` does.
+    """
+    whole = with_hashes(tensors, metadata)
+    write_tensors(path, tensors, whole)
+    return whole
 
 
 WEIGHTS = "sshs_model_hash"

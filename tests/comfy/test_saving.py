@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_written_is_one_clear_error(execute, monkeypatch, 
     def refuse(*args):
         raise error
 
-    monkeypatch.setattr(output, "write_tensors", refuse)
+    monkeypatch.setattr(output, "write_lora", refuse)
     with pytest.raises(RuntimeError, match=f"refused.safetensors: the LoRA could not be saved .{text}"):
         execute(saving("refused"))
 

@@ -39,27 +39,22 @@ def training_mode() -> Iterator[None]:
     warns: attention has a backward pass that adds in one order, and PyTorch takes it under this alone.
     """
     management: Any = comfy.model_management
-    in_training = getattr(management, "in_training", None)
     preferred: list[SDPBackend] = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", [])
     before, cudnn = list(preferred), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    preferred[:] = [backend for backend in before if backend != SDPBackend.CUDNN_ATTENTION]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if in_training is not None:
-        management.in_training = True
-    try:
-        with contextlib.ExitStack() as undo:
-            for name, plain in plain_kernels().items():
-                undo.enter_context(replaced(sys.modules["comfy_kitchen"], name, plain))
-            yield
-    finally:
-        if in_training is not None:
-            management.in_training = in_training
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        preferred[:] = before
+    with contextlib.ExitStack() as undo:
+        undo.callback(preferred.__setitem__, slice(None), before)
+        preferred[:] = [backend for backend in before if backend != SDPBackend.CUDNN_ATTENTION]
+        undo.callback(torch.backends.cuda.enable_cudnn_sdp, cudnn)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        undo.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warns)
+        torch.use_deterministic_algorithms(deterministic)
+        if hasattr(management, "in_training"):
+            undo.enter_context(replaced(management, "in_training", True))
+        for name, plain in plain_kernels().items():
+            undo.enter_context(replaced(sys.modules["comfy_kitchen"], name, plain))
+        yield
 
 
 def plain_kernels() -> dict[str, Callable[..., Any]]:

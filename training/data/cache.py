@@ -267,11 +267,11 @@ def _with_pixels(work: _Work, source: Source, sample: Sample, wanted: Sequence[_
 
 
 def _with_latents(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
-    loaded = []
+    whole, loaded = mask_file(source, sample), []
     for item in wanted:
         bucket = item.view.crop.bucket
         latents, alpha = open_latents(source, sample, bucket, work.encoder.latent_shape(*bucket))
-        mask, size, view = mask_file(source, sample), (sample.width, sample.height), item.view
+        mask, size, view = whole, (sample.width, sample.height), item.view
         if mask is None:
             mask, size, view = alpha, bucket, View(Crop(bucket, (0, 0, *bucket)))
         weights = _weights(work, source, mask, size, view, item.mask_key)

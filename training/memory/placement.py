@@ -21,7 +21,7 @@ from ..adapters import Adapter, attach
 from ..model import Denoiser
 from .checkpointing import checkpointed
 from .compiling import compiled, is_compile_error
-from .in_place import is_changed_in_place
+from .in_place import CHANGED, is_changed_in_place
 from .plan import Plan
 from .usage import in_use, limited_to
 
@@ -40,7 +40,7 @@ OUT_OF_MEMORY = (
 """What allocators say that have no exception of their own: the CPU's, libraries', and older devices'."""
 
 UNDIFFERENTIABLE = (
-    "modified by an inplace operation",
+    CHANGED,
     "modified inplace",
     "in-place operation",
     "trying to backward through",
