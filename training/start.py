@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from .adapters.lora import thin_down
 from .config import AdapterConfig
 from .family import Family
 from .layer import FrozenLayer, LayerSpec
-from .lora_file import LoraFile, LoraLayer, lora_key, read_lora
+from .lora_file import LoraFile, LoraLayer, lora_key
 
 log = logging.getLogger(__name__)
 
@@ -36,63 +35,58 @@ Rows = tuple[str, int, int]
 class Matched:
     """A file's layers by the model's module paths."""
 
+    file: str
+    """Its name."""
     layers: Mapping[str, LoraLayer]
     unmatched: tuple[str, ...]
     """Keys of the file that belong to no layer of the model, or to no method that is trained."""
 
 
 def start_from_file(
-    path: Path,
+    matched: Matched,
     specs: Mapping[str, LayerSpec],
     family: Family,
     config: AdapterConfig,
     *,
     seed: int = 0,
     layers: Mapping[str, FrozenLayer] | None = None,
-    names: Mapping[str, Rows] | None = None,
 ) -> dict[str, Tensor]:
     """Return the weights of step 0: the file's layers, and fresh ones for the rest of what `config` selects.
 
     Layers of the file outside the selection are trained too; keys without a layer are logged. `layers` holds
-    the base, for methods that start from it; `names` are more layer names (see `layer_names`). Raises
-    ValueError when the file is unsound, matches nothing or cannot be brought to `config`, saying what to set.
+    the base, for methods that start from it. Raises ValueError when the file cannot be brought to `config`,
+    saying what to set.
     """
-    file = read_lora(path)
-    matched = match_layers(file, specs, family, names)
     if matched.unmatched:
         log.warning(
             "Graft: %s: %d keys match nothing in %s and are not trained: %s",
-            file.name,
+            matched.file,
             len(matched.unmatched),
             family.name,
             ", ".join(matched.unmatched),
         )
     if config.init == "pissa":
-        raise ValueError(f"{file.name}: a file takes the place of the PiSSA start; set init to 'default'.")
+        raise ValueError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
     chosen = {*select(specs, family, config), *matched.layers}
     adapters = build_adapters({name: spec for name, spec in specs.items() if name in chosen}, config)
     initialise(adapters, seed, layers)
     for name, layer in matched.layers.items():
         with torch.no_grad():
-            fit(adapters[name], layer, f"{file.name}: {layer.name}", layers[name] if layers else None)
+            fit(adapters[name], layer, f"{matched.file}: {layer.name}", layers[name] if layers else None)
     return {name: parameter.detach() for name, parameter in named_parameters(adapters).items()}
 
 
 def config_from_file(
-    file: LoraFile,
-    specs: Mapping[str, LayerSpec],
-    family: Family,
-    config: AdapterConfig,
-    names: Mapping[str, Rows] | None = None,
+    matched: Matched, specs: Mapping[str, LayerSpec], config: AdapterConfig
 ) -> AdapterConfig:
     """Return `config` with algorithm, rank, alpha and LoKr's factors as in the file.
 
     What most layers have is the setting, and patterns name the layers that differ.
     """
-    matched = match_layers(file, specs, family, names).layers
-    algorithms = {path: layer.algorithm for path, layer in matched.items()}
-    ranks = {path: layer.rank or config.rank for path, layer in matched.items()}
-    alphas = {path: float(layer.tensors.get("alpha", ranks[path])) for path, layer in matched.items()}
+    layers = matched.layers
+    algorithms = {path: layer.algorithm for path, layer in layers.items()}
+    ranks = {path: layer.rank or config.rank for path, layer in layers.items()}
+    alphas = {path: float(layer.tensors.get("alpha", ranks[path])) for path, layer in layers.items()}
     algorithm, rank, alpha = (_most(values) for values in (algorithms, ranks, alphas))
     found = dataclasses.replace(
         config,
@@ -101,12 +95,12 @@ def config_from_file(
         alpha=alpha,
         rslora=False,
         init="default",
-        tucker=any("mid" in layer.weights or "t1" in layer.weights for layer in matched.values()),
+        tucker=any("mid" in layer.weights or "t1" in layer.weights for layer in layers.values()),
         algorithms=tuple((path, value) for path, value in algorithms.items() if value != algorithm),
         ranks=tuple((path, value) for path, value in ranks.items() if value != rank),
         alphas=tuple((path, value) for path, value in alphas.items() if value != alpha),
     )
-    return _with_factors(found, {path: (specs[path], layer) for path, layer in matched.items()})
+    return _with_factors(found, {path: (specs[path], layer) for path, layer in layers.items()})
 
 
 def match_layers(
@@ -114,7 +108,8 @@ def match_layers(
 ) -> Matched:
     """Find the file's layers in the model, parts of fused layers put together.
 
-    Raises ValueError when none is found, or parts of one layer cannot be put together.
+    `names` are more layer names than `layer_names` knows. Raises ValueError when none is found, or parts of
+    one layer cannot be put together.
     """
     known = {**layer_names(specs, family), **(names or {})}
     return match_names(file, known, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
@@ -140,7 +135,7 @@ def match_names(file: LoraFile, known: Mapping[str, Rows], outputs: Mapping[str,
         )
     order = [path for path in outputs if path in parts]
     layers = {path: _joined(file.name, path, outputs[path], parts[path]) for path in order}
-    return Matched(layers, tuple(unmatched))
+    return Matched(file.name, layers, tuple(unmatched))
 
 
 def layer_names(specs: Mapping[str, LayerSpec], family: Family) -> dict[str, Rows]:

@@ -14,7 +14,7 @@ from graft.training.adapters import build_adapters, named_parameters, restore_ad
 from graft.training.config import AdapterConfig
 from graft.training.loop import train
 from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.start import config_from_file, layer_names, start_from_file
+from graft.training.start import config_from_file, layer_names, match_layers, start_from_file
 from graft.training.state import TrainState
 
 from .cases import METHODS, adapter_config, fresh_state, train_config
@@ -27,6 +27,11 @@ def saved(tmp_path, state, family=FAMILY):
     path = tmp_path / "start.safetensors"
     save_file(lora_tensors(state, family), path)
     return path
+
+
+def found_in(path, names=None):
+    """Return the layers of a file, found in the tiny model."""
+    return match_layers(read_lora(path), TinyDenoiser().specs, FAMILY, names)
 
 
 def trained(method, **settings):
@@ -57,9 +62,9 @@ def assert_same_products(one, other, atol=1e-6):
 def test_a_file_starts_where_it_was_saved(tmp_path, method, family):
     denoiser, state = trained(method)
     path = saved(tmp_path, state, family)
-    config = config_from_file(read_lora(path), denoiser.specs, FAMILY, AdapterConfig(targets="everything"))
+    config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(targets="everything"))
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(path, denoiser.specs, FAMILY, config, layers=base.layers)
+        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
     assert_same_products(
         products(denoiser, config, weights), products(denoiser, state.adapter, state.weights)
     )
@@ -70,7 +75,7 @@ def test_a_round_trip_through_a_file_is_lossless(tmp_path, method):
     denoiser, state = trained(method)
     path = saved(tmp_path, state)
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(path, denoiser.specs, FAMILY, state.adapter, layers=base.layers)
+        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter, layers=base.layers)
     assert weights.keys() == state.weights.keys()
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
@@ -81,7 +86,7 @@ def test_a_larger_rank_starts_at_the_same_difference_and_learns_in_all_of_it(tmp
     path = saved(tmp_path, state)
     config = train_config(dataclasses.replace(state.adapter, rank=7, alpha=2.5))
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(path, denoiser.specs, FAMILY, config.adapter, layers=base.layers)
+        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config.adapter, layers=base.layers)
     assert_same_products(
         products(denoiser, config.adapter, weights), products(denoiser, state.adapter, state.weights), 1e-5
     )
@@ -96,7 +101,7 @@ def test_layers_that_the_file_lacks_start_fresh_and_its_own_are_all_kept(tmp_pat
     path = saved(tmp_path, dataclasses.replace(state, weights=some))
     config = dataclasses.replace(state.adapter, targets="attn")
     with caplog.at_level(logging.WARNING):
-        weights = start_from_file(path, denoiser.specs, FAMILY, config)
+        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
     found = products(denoiser, config, weights)
     assert set(found) == {"blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.0.mlp", "conv_in"}
     assert not found["blocks.0.attn_qkv"].any() and found["conv_in"].any()
@@ -109,7 +114,7 @@ def test_keys_that_match_no_layer_are_listed(tmp_path, caplog):
     text = {f"lora_te1_x.{side}.weight": torch.ones(3, 3) for side in ("lora_up", "lora_down")}
     save_file({**lora_tensors(state, FAMILY), **text, "blocks.0.norm.w_norm": torch.ones(3)}, path)
     with caplog.at_level(logging.WARNING):
-        start_from_file(path, denoiser.specs, FAMILY, state.adapter)
+        start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
     for key in ("lora_te1_x.lora_up.weight", "lora_te1_x.lora_down.weight", "blocks.0.norm.w_norm"):
         assert key in caplog.text
 
@@ -120,7 +125,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="no layer of tiny is called like those of the file .lora_unet_other"
     ):
-        start_from_file(path, TinyDenoiser().specs, FAMILY, AdapterConfig())
+        start_from_file(found_in(path), TinyDenoiser().specs, FAMILY, AdapterConfig())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,9 @@ def test_what_cannot_be_brought_to_the_settings_is_refused(tmp_path, method, set
     denoiser, state = trained(method)
     path = saved(tmp_path, state)
     with pytest.raises(ValueError, match=message):
-        start_from_file(path, denoiser.specs, FAMILY, dataclasses.replace(state.adapter, **settings))
+        start_from_file(
+            found_in(path), denoiser.specs, FAMILY, dataclasses.replace(state.adapter, **settings)
+        )
 
 
 def test_a_layer_of_another_size_is_refused(tmp_path):
@@ -153,7 +160,7 @@ def test_a_layer_of_another_size_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"shape \(3, 8\) does not fit \(3, 32\) of the layer .*choose the base"
     ):
-        start_from_file(path, denoiser.specs, FAMILY, state.adapter)
+        start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
 
 
 def split_names(specs):
@@ -178,23 +185,21 @@ def test_separate_q_k_v_become_one_lora_of_the_fused_layer(tmp_path, shared):
         expected[32 * i : 32 * i + 32] = scale * tensors[f"{name}.lora_B.weight"] @ part
     path = tmp_path / "start.safetensors"
     save_file(tensors, path)
-    config = config_from_file(read_lora(path), specs, FAMILY, AdapterConfig(targets="attn"), names)
+    config = config_from_file(found_in(path, names), specs, AdapterConfig(targets="attn"))
     assert config.rank == (2 if shared else 6)
-    weights = start_from_file(path, specs, FAMILY, config, names=names)
+    weights = start_from_file(found_in(path, names), specs, FAMILY, config)
     assert torch.allclose(products(TinyDenoiser(), config, weights)["blocks.0.attn_qkv"], expected, atol=1e-5)
 
 
 def test_ranks_and_alphas_that_differ_between_layers_become_patterns(tmp_path):
     denoiser, state = trained("lora", ranks=(("*.mlp", 5),), alphas=(("conv_in", 3.0),))
     path = saved(tmp_path, state)
-    config = config_from_file(
-        read_lora(path), denoiser.specs, FAMILY, AdapterConfig(rank=99, targets="everything")
-    )
+    config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(rank=99, targets="everything"))
     assert (config.rank, config.alpha) == (3, 1.5)
     assert dict(config.ranks) == {"blocks.0.mlp": 5, "blocks.1.mlp": 5} and dict(config.alphas) == {
         "conv_in": 3.0
     }
-    weights = start_from_file(path, denoiser.specs, FAMILY, config)
+    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
@@ -203,7 +208,7 @@ def test_a_plain_lora_becomes_dora_of_the_same_function_beside_its_base(tmp_path
     path = saved(tmp_path, state)
     config = dataclasses.replace(state.adapter, algorithm="dora")
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(path, denoiser.specs, FAMILY, config, layers=base.layers)
+        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
         adapters = restore_adapters(denoiser.specs, config, weights, CPU)
         for name, adapter in adapters.items():
             weight = base.layers[name].weight(torch.float32, CPU)
@@ -215,7 +220,7 @@ def test_a_flat_file_of_a_convolution_is_read(tmp_path):
     tensors = {name: t.flatten(1) if t.ndim > 2 else t for name, t in lora_tensors(state, FAMILY).items()}
     path = tmp_path / "start.safetensors"
     save_file(tensors, path)
-    weights = start_from_file(path, denoiser.specs, FAMILY, state.adapter)
+    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
@@ -244,8 +249,8 @@ def test_a_peft_file_starts_training(tmp_path):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     path = tmp_path / "adapter_model.safetensors"
     save_file({k: v.contiguous() for k, v in get_peft_model_state_dict(peft).items()}, path)
-    config = config_from_file(read_lora(path), denoiser.specs, FAMILY, AdapterConfig())
-    weights = start_from_file(path, denoiser.specs, FAMILY, config)
+    config = config_from_file(found_in(path), denoiser.specs, AdapterConfig())
+    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
     theirs = {
         n: m.get_delta_weight("default")
         for n, m in peft.base_model.model.named_modules()
@@ -273,8 +278,8 @@ def test_a_lycoris_file_starts_training(tmp_path, algorithm):
     save_file({k: v.contiguous() for k, v in network.state_dict().items()}, path)
     file = read_lora(path)
     assert len(file.layers) == len(network.loras) >= 6
-    config = config_from_file(file, denoiser.specs, FAMILY, AdapterConfig(targets="all"))
-    weights = start_from_file(path, denoiser.specs, FAMILY, config)
+    config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(targets="all"))
+    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
     ours = products(denoiser, config, weights)
     for module in network.loras:
         name = next(path for path in ours if f"lora_unet_{path.replace('.', '_')}" == module.lora_name)

@@ -76,8 +76,9 @@ def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layou
     save_file(tensors, path)
     denoiser = ComfyDenoiser(patcher)
     names = lora_names(patcher)
-    config = config_from_file(read_lora(path), denoiser.specs, denoiser.family, AdapterConfig(), names)
-    weights = start_from_file(path, denoiser.specs, denoiser.family, config, names=names)
+    matched = match_layers(read_lora(path), denoiser.specs, denoiser.family, names)
+    config = config_from_file(matched, denoiser.specs, AdapterConfig())
+    weights = start_from_file(matched, denoiser.specs, denoiser.family, config)
     adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
     expected = rendered(patcher, tensors)
     assert expected
@@ -113,10 +114,10 @@ def test_a_file_written_by_diffusers_starts_training_and_trains_on(tmp_path, pat
     )
     path = tmp_path / "pytorch_lora_weights.safetensors"
     tensors, denoiser, names = load_file(path), ComfyDenoiser(patcher), lora_names(patcher)
-    file = read_lora(path)
-    assert match_layers(file, denoiser.specs, denoiser.family, names).unmatched == ()
-    config = config_from_file(file, denoiser.specs, denoiser.family, AdapterConfig(), names)
-    weights = start_from_file(path, denoiser.specs, denoiser.family, config, names=names)
+    matched = match_layers(read_lora(path), denoiser.specs, denoiser.family, names)
+    assert matched.unmatched == ()
+    config = config_from_file(matched, denoiser.specs, AdapterConfig())
+    weights = start_from_file(matched, denoiser.specs, denoiser.family, config)
     adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
     expected = rendered(patcher, tensors)
     for key, difference in expected.items():
@@ -140,8 +141,9 @@ def test_a_file_with_text_encoders_starts_where_it_was_saved(tmp_path, name, wri
     path = tmp_path / "lora.safetensors"
     save_file(write(state, denoiser.family, torch.float32), path)
     names, specs, family = lora_names(patcher, clip), denoiser.specs, denoiser.family
-    assert match_layers(read_lora(path), specs, family, names).unmatched == ()
-    weights = start_from_file(path, specs, family, WITH_TEXT.adapter, names=names)
+    matched = match_layers(read_lora(path), specs, family, names)
+    assert matched.unmatched == ()
+    weights = start_from_file(matched, specs, family, WITH_TEXT.adapter)
     cpu = torch.device("cpu")
     before, after = (restore_adapters(specs, WITH_TEXT.adapter, w, cpu) for w in (saved, weights))
     assert before.keys() == after.keys() and any(is_text(path) for path in after)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,7 +12,7 @@ from ..checkpoint import StateHandle, save_state
 from ..config import AdapterConfig, digest
 from ..lora_file import LoraFile, read_lora
 from ..memory.store import UNPLACED
-from ..start import Matched, Rows, config_from_file, match_layers, start_from_file
+from ..start import Matched, config_from_file, match_layers, start_from_file
 from ..state import TrainState
 from ..tools.files import unmatched_lines
 from ..tools.merge import digest as contents
@@ -27,9 +25,7 @@ from .paths import graft_folder, listed_file, own_folder
 class Start:
     """A LoRA file beside the model that it is to be trained on."""
 
-    path: Path
     file: LoraFile
-    names: Mapping[str, Rows]
     config: AdapterConfig
     """Algorithm, rank and alpha as in the file where the settings ask for it."""
     matched: Matched
@@ -40,13 +36,12 @@ def start_of(denoiser: ComfyDenoiser, config: AdapterConfig) -> Start:
 
     Raises ValueError when the file is not there, not sound, or made for another kind of model.
     """
-    path = listed_file(("loras",), config.start_from)
+    file = read_lora(listed_file(("loras",), config.start_from))
     clip = denoiser.text.clip if denoiser.text else None
-    file, names = read_lora(path), lora_names(denoiser.patcher, clip)
+    matched = match_layers(file, denoiser.specs, denoiser.family, lora_names(denoiser.patcher, clip))
     if config.start_size == "file":
-        config = config_from_file(file, denoiser.specs, denoiser.family, config, names)
-    matched = match_layers(file, denoiser.specs, denoiser.family, names)
-    return Start(path, file, names, config, matched)
+        config = config_from_file(matched, denoiser.specs, config)
+    return Start(file, config, matched)
 
 
 def first_state(
@@ -66,9 +61,7 @@ def first_state(
         layers = None
         if needs_base(build_adapters(chosen, config)):
             layers = stack.enter_context(denoiser.hold(torch.float32, UNPLACED)).layers
-        weights = start_from_file(
-            start.path, specs, family, config, seed=seed, layers=layers, names=start.names
-        )
+        weights = start_from_file(start.matched, specs, family, config, seed=seed, layers=layers)
     state = TrainState(0, config, denoiser.fingerprint, weights, family=family.name)
     key = digest(config, denoiser.fingerprint, contents(start.file), seed)
     handle = save_state(state, own_folder(graft_folder() / "starts" / key))
