@@ -21,7 +21,7 @@ from .memory.placement import Placement
 from .memory.plan import budget_of, fitting
 from .memory.precision import compute_dtype
 from .memory.store import UNPLACED
-from .memory.usage import peak_bytes
+from .memory.usage import in_use, peak_bytes
 from .model import Batch, Dataset, Denoiser, Samples
 from .schedule import multiplier
 from .state import TrainState, best_step
@@ -107,14 +107,15 @@ def train(
     start = comparable(start, config.validation, validation)
     if is_over(config.validation, start.validations):
         return start
+    budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
+    most = None if budget is None else in_use(denoiser.device) + budget
     work = Work(denoiser, config, start, notes)
     coverage = Coverage(work.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser.device)
     adapted = {path: denoiser.specs[path] for path in work.adapters}
-    budget = budget_of(denoiser, config.memory)
     plans = fitting(denoiser, adapted, config, largest_batch(dataset, config), budget)
-    with Placement(denoiser, work.adapters, plans, dtype, budget, compile=config.memory.compile) as placement:
+    with Placement(denoiser, work.adapters, plans, dtype, most, compile=config.memory.compile) as placement:
         compute = partial(gradients, denoiser, dataset, config, work)
         validate = partial(measure, denoiser, validation, work)
         placement.retrying(validate)  # the run may have been interrupted before it could

@@ -142,6 +142,21 @@ TRAINED = "trained"
 """Key of the weights that a schedule-free optimizer trains at."""
 
 
+def room_for_memory(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[Tensor]:
+    """Return tensors of the size of all that `optimizer` will remember; none where it remembers already.
+
+    Whoever holds them until its first step finds out before it whether there is enough memory, when no weight
+    has moved and the step can be computed again in another way.
+    """
+    if optimizer.state:
+        return []
+    each = row_of(config).state_bytes
+    return [
+        torch.empty(int(parameter.numel() * each), dtype=torch.uint8, device=parameter.device)
+        for _, parameter, _ in _named(optimizer)
+    ]
+
+
 def _placed(
     optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any], key: str, value: Any
 ) -> Any:

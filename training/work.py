@@ -23,6 +23,7 @@ from .optimizer import (
     build_optimizer,
     final_weights,
     load_optimizer,
+    room_for_memory,
     save_optimizer,
     set_lr,
 )
@@ -50,6 +51,7 @@ class Work:
         scales = lr_scales(self.adapters, config.adapter)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
         load_optimizer(self.optimizer, config.optimizer, start.optimizer)
+        self._room = room_for_memory(self.optimizer, config.optimizer)
         name = config.optimizer.name
         for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
             if value and OPTIMIZERS[name].averages:
@@ -71,6 +73,7 @@ class Work:
         """Move the weights by the gradients, which are finite and clipped, and count the step."""
         self.whole = False
         set_lr(self.optimizer, lr)
+        self._room.clear()
         with stepping_in_float32(self.parameters, self.config.seed, self.step):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

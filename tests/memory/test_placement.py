@@ -109,7 +109,7 @@ def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypa
     """Windows does not fail where a card is full, but goes on in host memory."""
     limits = []
     monkeypatch.setattr("graft.training.memory.placement.limited_to", partial(noting, limits))
-    monkeypatch.setattr("graft.training.memory.placement.in_use", lambda device: 100)
+    monkeypatch.setattr("graft.training.loop.in_use", lambda device: 100)
     denoiser = Small(lambda store, calls: calls is not None)
     with pytest.raises(ValueError, match="memory ran out"):
         trained({"budget_gb": 1.0, "base": "resident"}, denoiser)

@@ -10,7 +10,7 @@ import torch
 
 from graft.tests.adapters.cases import adapter_config, train_config
 from graft.tests.tiny import TinyDataset, TinyDenoiser
-from graft.training.config import MemoryConfig, OptimizerConfig
+from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
 from graft.training.loop import train
 from graft.training.memory.checkpointing import MODES
 from graft.training.memory.live import LiveTensors
@@ -27,6 +27,7 @@ from graft.training.memory.plan import (
     table,
 )
 from graft.training.memory.store import STORES
+from graft.training.work import Work
 
 
 class Sized(TinyDataset):
@@ -128,6 +129,63 @@ def test_adapters_take_what_is_counted(name):
     tensors = [*state.weights.values(), *state.optimizer.tensors.values()]
     counted = adapter_bytes(denoiser.specs, config)
     assert abs(sum(t.nbytes for t in tensors) - counted) <= 0.05 * counted + 1000
+    averaged = adapter_bytes(denoiser.specs, replace(config, ema=EmaConfig(decay=0.9)))
+    assert abs(averaged - counted - sum(t.nbytes for t in state.weights.values())) <= 1000
+
+
+def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeypatch):
+    """They are counted in every plan; a run that goes on has the optimizer's memory there, too."""
+    free, budgets = GIB, []
+
+    def start(*args):
+        nonlocal free
+        free -= GIB // 4
+        return Work(*args)
+
+    def noting(denoiser, adapted, config, batch, budget):
+        budgets.append(budget)
+        return candidates(config.memory)
+
+    monkeypatch.setattr("graft.training.memory.plan.free_bytes", lambda device: free)
+    monkeypatch.setattr("graft.training.loop.Work", start)
+    monkeypatch.setattr("graft.training.loop.fitting", noting)
+    train(TinyDenoiser(), Sized(), CONFIG, None, steps=1)
+    assert budgets == [GIB]
+
+
+LARGE = replace(train_config(adapter_config("lora", targets="all", rank=32)), batch_size=1)
+
+
+class Card(TinyDenoiser):
+    """A device on which the base, where it is resident, leaves `left` bytes for everything else."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.left, self.stores = left, []
+
+    @contextmanager
+    def hold(self, dtype, store):
+        self.stores.append(store)
+        self.live.limit = self.left if store == "resident" else None
+        try:
+            with super().hold(dtype, store) as base:
+                yield base
+        finally:
+            self.live.limit = None
+
+    def train(self):
+        with LiveTensors() as self.live:
+            return train(self, Sized(), LARGE, None, steps=2)
+
+
+def test_room_for_the_optimizer_runs_out_before_a_weight_has_moved():
+    expected = Card(None).train()
+    weights = sum(t.nbytes for t in expected.weights.values())
+    memory = sum(t.nbytes for t in expected.optimizer.tensors.values())
+    card = Card(weights + weights + memory - 1000)  # enough for the passes, but not for the optimizer's step
+    state = card.train()
+    assert card.stores[-1] == "offload"
+    assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
 
 
 class Budget:

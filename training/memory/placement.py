@@ -23,7 +23,7 @@ from .checkpointing import checkpointed
 from .compiling import compiled, is_compile_error
 from .in_place import CHANGED, is_changed_in_place
 from .plan import Plan
-from .usage import in_use, limited_to
+from .usage import limited_to
 
 T = TypeVar("T")
 
@@ -60,17 +60,17 @@ class Placement:
         adapters: Mapping[str, Adapter],
         plans: Sequence[Plan],
         dtype: torch.dtype,
-        budget: int | None = None,
+        most: int | None = None,
         *,
         compile: bool = False,
     ) -> None:
-        """Keep to `budget` bytes beside those in use, as long as there is a plan that takes less."""
+        """Keep this process to `most` bytes of the device, as long as there is a plan that takes less."""
         self.denoiser = denoiser
         self.adapters = adapters
         self.plans = list(plans)
         """What is left to try; the first one holds."""
         self.dtype = dtype
-        self.most = None if budget is None else in_use(denoiser.device) + budget
+        self.most = most
         self.compile = compile
         """Whether the blocks are compiled; no longer once that has failed."""
         self.copies = False

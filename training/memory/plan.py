@@ -55,7 +55,7 @@ class Prediction:
     weights: int
     """Of the base."""
     adapters: int
-    """Weights and optimizer memory of what is trained."""
+    """Weights of what is trained, their average and optimizer memory."""
     step: Forecast
     moved: int = 0
     """Copied from host memory to the device in a step."""
@@ -181,12 +181,14 @@ def whole_again(specs: Mapping[str, LayerSpec], plan: Plan, dtype: torch.dtype) 
 
 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
-    """Return the bytes of the adapters' weights and their optimizer's memory; gradients are the step's."""
+    """Return the bytes of the adapters' weights, their average and their optimizer's memory; gradients are
+    the step's."""
     with torch.device("meta"):
         adapters = build_adapters(adapted, config.adapter)
     trained = sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
     weight = 4 if config.optimizer.weights == "fp32" else 2
-    return int(trained * (weight + row_of(config.optimizer).state_bytes))
+    average = 4 if config.ema.decay else 0
+    return int(trained * (weight + average + row_of(config.optimizer).state_bytes))
 
 
 def fits_surely(
