@@ -111,6 +111,7 @@ class TinyDenoiser:
         finally:
             for layer in layers.values():
                 del layer.module.forward
+            kept.release()
 
     def _fetch(self, path: str, spec: LayerSpec, module: nn.Module, kept: Store) -> tuple:
         whole = kept.fetch_of(path, spec, plain(module.weight.detach()))

@@ -1,0 +1,153 @@
+"""What only a graphics card shows: copies on a stream of their own, its allocator, its kernels.
+
+All is skipped where there is no CUDA device. The other tests run there too, all of them or ComfyUI's on the
+card, with `GRAFT_TEST_DEVICE=cuda pytest -n0 tests/comfy`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from graft.tests.adapters.cases import adapter_config, train_config
+from graft.tests.tiny import Network, TinyDataset, TinyDenoiser
+from graft.training.config import MemoryConfig, OptimizerConfig
+from graft.training.headless.server import GRAFT, find_comfyui, server
+from graft.training.loop import train
+from graft.training.memory.outlook import probe
+from graft.training.memory.plan import Plan, candidates, predictor
+from graft.training.model import Batch
+
+pytestmark = pytest.mark.gpu
+
+CARD = torch.device("cuda", 0)
+CONFIG = replace(train_config(adapter_config("lora", targets="all", rank=16)), batch_size=4)
+
+
+class OnCard(TinyDenoiser):
+    """The tiny network, wide enough for its weights to be on their way for a while."""
+
+    device = CARD
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.module = Network(512).requires_grad_(False)
+        for module in self.module.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.to(CARD)
+
+    def denoise(self, x_t, sigma, batch):
+        words = [{"words": c["words"].to(CARD)} for c in batch.conditioning]
+        return super().denoise(x_t, sigma, replace(batch, conditioning=words))
+
+
+class Large(TinyDataset):
+    """Images of 64x64 latents: 1024 tokens each."""
+
+    def batch(self, size, *, seed, index):
+        generator = torch.Generator().manual_seed(index)
+        words = [{"words": torch.tensor([[i % 16]])} for i in range(size)]
+        return Batch(torch.randn(size, 4, 64, 64, generator=generator), words, [""] * size)
+
+    def largest_batch(self, size):
+        return self.batch(size, seed=0, index=0)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Kernels that add in one order, as under ComfyUI's --deterministic."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def trained(steps=3, state=None, **memory):
+    config = replace(CONFIG, memory=MemoryConfig(**memory))
+    return train(OnCard(), Large(), config, state, steps=steps)
+
+
+def assert_equal(one, other):
+    assert one.losses == other.losses
+    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+
+
+@pytest.mark.parametrize("plan", candidates(MemoryConfig())[1:], ids=str)
+def test_plans_that_move_data_end_in_the_same_state(exact, plan):
+    expected = trained(base="resident", checkpointing="none")
+    assert_equal(trained(base=plan.base, checkpointing=plan.checkpointing), expected)
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(exact):
+    assert_equal(trained(steps=1, state=trained(steps=2)), trained(steps=3))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "paged-adamw8bit", "lion8bit", "adafactor"])
+def test_optimizers_go_on_from_their_memory(exact, optimizer):
+    config = replace(CONFIG, optimizer=OptimizerConfig(name=optimizer))
+    run = partial(train, OnCard(), Large(), config)
+    assert_equal(run(run(None, steps=2), steps=1), run(None, steps=3))
+
+
+@pytest.mark.parametrize(("base", "within"), [("fp8", 0.05), ("int8", 0.02), ("nf4", 0.15)])
+def test_a_rounded_base_is_that_far_from_the_whole_one(base, within):
+    denoiser = OnCard()
+    with denoiser.hold(torch.bfloat16, base) as held:
+        for name, layer in held.layers.items():
+            whole = denoiser.module.get_submodule(name).weight
+            found = layer.weight(torch.bfloat16, CARD).float().cpu()
+            assert (found - whole).norm() <= within * whole.norm(), name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("base", ["resident", "nf4", "offload"])
+def test_half_precision_learns(base, dtype):
+    state = trained(steps=20, base=base, dtype=dtype)
+    assert sum(state.losses[-5:]) < sum(state.losses[:5])
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "block", "block-offload"])
+def test_what_a_step_takes_is_foreseen_within_a_tenth(mode):
+    denoiser, plan, batch = OnCard(), Plan("resident", mode), Large().largest_batch(4)
+    config = replace(CONFIG, memory=MemoryConfig(dtype="bf16"))
+    foreseen = predictor(denoiser, denoiser.specs, config, batch)(plan).step.peak
+    for _ in range(2):  # the first time, libraries take work space for good
+        measured = probe(denoiser, denoiser.specs, config, batch, [plan]).peak
+    assert foreseen == pytest.approx(measured, rel=0.1)
+
+
+def test_where_the_allocator_gives_no_more_the_next_plan_is_taken(exact, monkeypatch, caplog):
+    expected = trained(base="resident", checkpointing="none")
+    predict = predictor(OnCard(), OnCard().specs, CONFIG, Large().largest_batch(4))
+    most, least = (predict(Plan("resident", mode)).peak for mode in ("none", "block"))
+    monkeypatch.setattr("graft.training.loop.fitting", lambda *_: candidates(MemoryConfig()))
+    state = trained(budget_gb=(most + least) / 2 / 2**30)
+    assert "memory ran out with base resident, checkpointing none" in caplog.text
+    assert_equal(state, expected)
+
+
+def test_dynamic_vram_changes_nothing(tmp_path):
+    """In servers of their own, started as people start them: only ComfyUI's main.py switches it on."""
+    comfyui = find_comfyui()
+    if "--disable-dynamic-vram" not in (comfyui / "comfy" / "cli_args.py").read_text(encoding="utf-8"):
+        pytest.skip("this ComfyUI has no dynamic VRAM")
+    workflow = GRAFT / "example_workflows" / "api" / "first_lora.json"
+    graph = json.loads(workflow.read_text(encoding="utf-8"))
+    graph["5"]["inputs"]["steps"] = 20
+    graph["6"]["inputs"]["dtype"] = "fp32"
+    loras = []
+    for name, options in (("on", []), ("off", ["--disable-dynamic-vram"])):
+        with server(comfyui, tmp_path / name, options=["--deterministic", *options], cpu=False) as running:
+            assert ("DynamicVRAM support detected and enabled" in running.log()) == (name == "on")
+            running.run(graph)
+        (file,) = (tmp_path / name / "output" / "loras").glob("*.safetensors")
+        loras.append(load_file(file))
+    assert loras[0].keys() == loras[1].keys()
+    assert all(torch.equal(tensor, loras[1][key]) for key, tensor in loras[0].items())
