@@ -12,6 +12,8 @@ from ..training.model import Batch
 
 Settings = Mapping[str, Any]
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class BaseModel:
@@ -115,9 +117,11 @@ NARROW: Mapping[str, BaseModel] = {
 """All of their layers, each so small that a step lasts as long as calling them: what fast cards wait for."""
 
 
-def build(model: BaseModel, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> Any:
-    """Return a ModelPatcher with random weights that keep the size of what passes through."""
+def build(model: BaseModel, dtype: torch.dtype, *, seed: int = 0) -> Any:
+    """Return a ModelPatcher with random weights that keep the size of what passes through, in host memory as
+    ComfyUI's loaders leave them."""
     import comfy.ldm.flux.model
+    import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models
 
@@ -127,14 +131,14 @@ def build(model: BaseModel, dtype: torch.dtype, *, device: str = "cpu", seed: in
     config = getattr(comfy.supported_models, model.config)(network)
     config.set_inference_dtype(dtype, None)
     with torch.inference_mode(False):
-        made = config.get_model({}, "", device=torch.device(device))
-        made.diffusion_model.to(device=device, dtype=dtype)
-        _fill(made.diffusion_model, seed, device)
-    place = torch.device(device)
-    patcher = comfy.model_patcher.ModelPatcher(made, load_device=place, offload_device=torch.device("cpu"))
+        made = config.get_model({}, "", device=HOST)
+        made.diffusion_model.to(dtype=dtype)
+        _fill(made.diffusion_model, seed)
+    device = comfy.model_management.get_torch_device()
+    patcher = comfy.model_patcher.ModelPatcher(made, load_device=device, offload_device=HOST)
 
     def again(disable_dynamic: bool = False) -> Any:
-        return build(model, dtype, device=device, seed=seed)
+        return build(model, dtype, seed=seed)
 
     patcher.cached_patcher_init = (again, ())  # how newer versions make a copy for their training node
     return patcher
@@ -159,10 +163,9 @@ def _fields(kind: type) -> Mapping[str, Any]:
 
 
 @torch.no_grad()
-def _fill(network: torch.nn.Module, seed: int, device: str) -> None:
+def _fill(network: torch.nn.Module, seed: int) -> None:
     """Set matrices to normal numbers that keep the size of what they are applied to: a million, repeated."""
-    generator = torch.Generator(device).manual_seed(seed)
-    numbers = torch.randn((1 << 20) - 3, generator=generator, device=device)
+    numbers = torch.randn((1 << 20) - 3, generator=torch.Generator().manual_seed(seed))
     for name, tensor in network.state_dict().items():
         if tensor.ndim >= 2:
             for part in tensor.view(-1).split(len(numbers)):

@@ -2,8 +2,10 @@
 
 All train a LoRA of one rank on one random base, in one dtype and process, in turns, so a noisy machine is
 noisy for all; reported are medians. The bound is what no trainer can beat: the frozen network's forward pass
-and the backward pass to its input. Memory is counted twice: all tensors that exist at the worst moment of a
-step, the base included (tensors_mb), and the peak of a process that does nothing else (peak_mb; with --rss).
+and the backward pass to its input. Memory is that of all tensors at the worst moment of a step, the base
+included (tensors_mb; on a graphics card the allocator's peak), and with --rss also the peak of a process that
+does nothing else (peak_mb). of_peak is what is computed in a second as a share of what the device reaches in
+one large product.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from torch import Tensor, nn
 
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.headless.comfyui import start_comfyui
+from ..training.memory.forecast import untouched
 from ..training.memory.live import LiveTensors
 from ..training.memory.usage import wait
 from . import base_models
-from .base_models import FULL, NARROW, SMALL, BaseModel, batch_of
+from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
 from .process import alone, peak_rss
 
 DTYPE = torch.bfloat16
@@ -48,19 +51,21 @@ class Bench:
     patcher: Any
     rank: int
     device: torch.device
+    size: int = 1
+    """Images in a batch."""
     clock: Callable[[], float] = time.perf_counter
     targets: list[str] = field(default_factory=list)
     """Paths of the linear layers that are trained."""
 
     @property
     def batch(self) -> Any:
-        return batch_of(self.model)
+        return batch_of(self.model, self.size)
 
     def network_copy(self) -> Any:
-        """Return the patcher's model with a network of its own."""
+        """Return the patcher's model with a network of its own, on the device."""
         model = copy.copy(self.patcher.model)
         model._modules = dict(model._modules)
-        model.diffusion_model = copy.deepcopy(self.patcher.model.diffusion_model)
+        model.diffusion_model = copy.deepcopy(self.patcher.model.diffusion_model).to(self.device)
         return model
 
     def loss(self, model: Any, x: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ class Bench:
         found = model.extra_conds(
             noise=x, device=x.device, width=8 * x.shape[-1], height=8 * x.shape[-2], **conditioning
         )
-        conds = {name: c.process_cond(1, device=x.device, area=None).cond for name, c in found.items()}
+        conds = {name: c.process_cond(len(x), device=x.device, area=None).cond for name, c in found.items()}
         with training_mode(), differentiable(model.diffusion_model):
             denoised: Tensor = model.apply_model(x, sigma, transformer_options={}, **conds)
         return denoised.float().pow(2).mean()
@@ -84,16 +89,17 @@ class Bench:
 
 def bound(bench: Bench) -> Steps:
     """The frozen network: forward, and backward to the input."""
-    bench.patcher.model.requires_grad_(False)
+    model = bench.patcher.model if bench.device == HOST else bench.network_copy()
+    model.requires_grad_(False)
 
     def step() -> None:
         x = bench.batch.latents.to(bench.device).requires_grad_()
-        bench.loss(bench.patcher.model, x).backward()  # type: ignore[no-untyped-call]
+        bench.loss(model, x).backward()  # type: ignore[no-untyped-call]
 
     return timed(step, bench)
 
 
-def graft(checkpointing: str, *, compile: bool = False) -> Callable[[Bench], Steps]:
+def graft(checkpointing: str, base: str = "resident", *, compile: bool = False) -> Callable[[Bench], Steps]:
     """This trainer, by one plan."""
 
     def make(bench: Bench) -> Steps:
@@ -101,8 +107,8 @@ def graft(checkpointing: str, *, compile: bool = False) -> Callable[[Bench], Ste
         from ..training.loop import train
 
         denoiser = ComfyDenoiser(bench.patcher)
-        memory = MemoryConfig("bf16", checkpointing, base="resident", compile=compile)
-        config = TrainConfig(adapter=AdapterConfig(rank=bench.rank), memory=memory)
+        memory = MemoryConfig("bf16", checkpointing, base=base, compile=compile)
+        config = TrainConfig(bench.size, adapter=AdapterConfig(rank=bench.rank), memory=memory)
 
         def steps(count: int) -> list[float]:
             moments: list[float] = []
@@ -145,19 +151,19 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
         text = batch.conditioning[0]
         given = {
             "model": bench.patcher,
-            "latents": {"samples": batch.latents},
+            "latents": 2
+            * [{"samples": sample} for sample in batch.latents.split(1)],  # 0.3.75 takes no single
             "positive": [[text["cross_attn"], {"pooled_output": text["pooled_output"]}]],
             **chosen,
             "rank": bench.rank,
+            "batch_size": bench.size,
         }
         TrainLoraNode.hidden = None
 
         def steps(count: int) -> list[float]:
             arguments = {**given, "steps": count + 1}
             if in_lists:
-                arguments = {name: [value] for name, value in arguments.items()}
-            elif isinstance(arguments["latents"], dict):
-                arguments["latents"] = [arguments["latents"]]
+                arguments = {n: value if n == "latents" else [value] for n, value in arguments.items()}
             moments: list[float] = []
             before = torch.optim.AdamW.step
 
@@ -169,7 +175,8 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
 
             torch.optim.AdamW.step = noting  # type: ignore[method-assign]
             try:
-                TrainLoraNode.execute(**arguments)
+                with untouched(bench.patcher.model):  # it leaves its own forwards there when it fails
+                    TrainLoraNode.execute(**arguments)
             finally:
                 torch.optim.AdamW.step = before  # type: ignore[method-assign]
                 bench.patcher.model.requires_grad_(False)
@@ -261,6 +268,9 @@ CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
     "graft_selective": graft("selective"),
     "graft_block": graft("block"),
     "graft_compiled": graft("none", compile=True),
+    "graft_fp8": graft("block", "fp8"),
+    "graft_nf4": graft("block", "nf4"),
+    "graft_offload": graft("block-offload", "offload"),
     "train_lora_node": train_lora_node(
         gradient_checkpointing=False, bypass_mode=True, training_dtype="bf16", lora_dtype="bf16"
     ),
@@ -269,9 +279,11 @@ CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
     "wrappers": wrappers,
 }
 """What is compared; the node's first row is its best setting."""
-UNLESS_ASKED = ("graft_compiled",)
-"""Left out by default: every round compiles again, which takes minutes (use --repeats 1 --steps 5)."""
-
+UNLESS_ASKED = ("graft_compiled", "graft_fp8", "graft_nf4", "graft_offload")
+"""Left out by default: every round compiles (use --repeats 1 --steps 5) or quantises again; the last one has
+nothing to copy on the CPU."""
+FAILURES = (ImportError, RuntimeError, UnboundLocalError, ValueError)
+"""What becomes of a contender that is not installed, cannot train a model, or has too little memory."""
 
 SIZES: Mapping[str, Mapping[str, BaseModel]] = {"small": SMALL, "full": FULL, "narrow": NARROW}
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -293,6 +305,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--clock", choices=list(CLOCKS), default="wall", help="cpu: one thread, and only the time it had"
     )
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=1, help="images in a step")
     parser.add_argument("--rss", action="store_true", help="each contender also in a process of its own")
     parser.add_argument("--peak", choices=list(CONTENDERS), help=argparse.SUPPRESS)
 
@@ -304,6 +317,10 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)
     models = SIZES[args.size]
     names = args.models or list(models)
+    if unknown := set(names) - set(models):
+        raise ValueError(
+            f"models: {', '.join(unknown)} unknown; of size {args.size} are {', '.join(models)}."
+        )
     if args.peak:
         print(json.dumps(peak_alone(models[names[0]], args)))
         return 0
@@ -321,11 +338,11 @@ def bench_of(model: BaseModel, args: argparse.Namespace) -> Bench:
     from ..training.adapters import select
     from ..training.comfy.denoiser import ComfyDenoiser
 
-    patcher = base_models.build(model, DTYPE, device=args.device)
+    patcher = base_models.build(model, DTYPE)
     denoiser = ComfyDenoiser(patcher)
     chosen = select(denoiser.specs, denoiser.family, AdapterConfig(rank=args.rank))
     linear = [path for path, spec in chosen.items() if spec.kind == "linear"]
-    return Bench(model, patcher, args.rank, torch.device(args.device), CLOCKS[args.clock], linear)
+    return Bench(model, patcher, args.rank, denoiser.device, args.batch, CLOCKS[args.clock], linear)
 
 
 def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, Any]:
@@ -333,30 +350,30 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
     bench = bench_of(model, args)
     base = sum(t.nbytes for t in bench.patcher.model.diffusion_model.state_dict().values())
     contenders: dict[str, Steps] = {}
+    tensors: dict[str, int] = {}
+    operations: dict[str, int] = {}
     missing: dict[str, str] = {}
     for contender in args.only:
         try:
-            contenders[contender] = CONTENDERS[contender](bench)
-        except ImportError as error:
+            contenders[contender], peak, operations[contender] = prepared(CONTENDERS[contender], bench, base)
+            tensors[contender] = round(peak / 1e6)
+        except FAILURES as error:
             missing[contender] = str(error)
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     for number in range(args.repeats):
         for contender, steps in list(contenders.items()):
             try:
                 seconds[contender] += steps(args.steps)
-            except (RuntimeError, UnboundLocalError) as error:  # TrainLoraNode cannot train every model
+            except FAILURES as error:
                 missing[contender] = str(error)
-                del contenders[contender], seconds[contender]
+                del contenders[contender], seconds[contender], tensors[contender]
                 continue
             log.info("%s, round %d: %s %s", name, number + 1, contender, seconds[contender])
-    tensors = {}
-    for contender, steps in contenders.items():
-        with LiveTensors() as live:
-            steps(1)
-        tensors[contender] = round((base + live.peak) / 1e6)
+    most = product_flops(bench)
     medians = {contender: statistics.median(found) for contender, found in seconds.items()}
     report: dict[str, Any] = {c: round(s, 3) for c, s in medians.items()}
     report["to_bound"] = {c: round(s / medians["bound"], 3) for c, s in medians.items() if "bound" in medians}
+    report["of_peak"] = {c: round(operations[c] / s / most, 3) for c, s in medians.items()}
     report["tensors_mb"] = tensors
     report["base_mb"] = round(base / 1e6)
     report["peak_mb"] = {c: peak_of(name, c, args) for c in contenders} if args.rss else tensors
@@ -364,24 +381,46 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
     return report
 
 
+def prepared(make: Callable[[Bench], Steps], bench: Bench, base: int) -> tuple[Steps, int, int]:
+    """Return a contender that is ready to train, the bytes of tensors at its worst moment, the network's
+    `base` bytes included, and the floating-point operations of a step."""
+    on_host = bench.device == HOST
+    before = 0 if on_host else torch.cuda.memory_allocated()
+    if not on_host:
+        torch.cuda.reset_peak_memory_stats()
+    steps = make(bench)
+    with LiveTensors() as live:
+        steps(1)  # after one to warm up
+    peak = base + live.peak if on_host else torch.cuda.max_memory_allocated() - before
+    return steps, peak, live.flops // 2
+
+
+def product_flops(bench: Bench) -> float:
+    """Return the floating-point operations a second that the device reaches in a large product."""
+    side = 2048 if bench.device == HOST else 8192
+    matrix = torch.randn(side, side, dtype=DTYPE, device=bench.device)
+    return 2 * side**3 / min(timed(lambda: matrix @ matrix, bench)(5))
+
+
 def peak_of(name: str, contender: str, args: argparse.Namespace) -> int:
     """Return the peak memory in MB of a process of its own, which trains two steps."""
     options = ["--device", args.device, "--size", args.size, "--models", name]
-    return int(alone("step", *options, "--rank", str(args.rank), "--peak", contender))
+    options += ["--rank", str(args.rank), "--batch", str(args.batch)]
+    return int(alone("step", *options, "--peak", contender))
 
 
 def peak_alone(model: BaseModel, args: argparse.Namespace) -> int:
-    """Return this process's peak memory in MB after two steps of one contender."""
+    """Return this process's peak of host memory in MB after two steps of one contender."""
     CONTENDERS[args.peak](bench_of(model, args))(2)
-    if args.device == "cuda":
-        return round(torch.cuda.max_memory_allocated() / 1e6)
     return peak_rss()
 
 
 def as_table(figures: Mapping[str, Any]) -> str:
     """Return one model's figures as text."""
-    lines = [f"  {'':28}{'s/step':>8}{'to bound':>10}{'tensors MB':>12}{'peak MB':>9}"]
-    for name in figures["to_bound"]:
-        ratio, tensors, peak = (figures[key][name] for key in ("to_bound", "tensors_mb", "peak_mb"))
-        lines.append(f"  {name:28}{figures[name]:8.3f}{ratio:10.3f}{tensors:12}{peak:9}")
+    lines = [f"  {'':28}{'s/step':>8}{'to bound':>10}{'of peak':>9}{'tensors MB':>12}{'peak MB':>9}"]
+    for name in figures["of_peak"]:
+        ratio = figures["to_bound"].get(name, "")
+        share, tensors, peak = (figures[key][name] for key in ("of_peak", "tensors_mb", "peak_mb"))
+        lines.append(f"  {name:28}{figures[name]:8.3f}{ratio:>10}{share:9}{tensors:12}{peak:9}")
+    lines += [f"  {name}: {why}" for name, why in figures["missing"].items()]
     return "\n".join(lines)

@@ -15,6 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
+FLOPS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Operation -> its floating-point operations: torch's table, which leaves out the CPU's attention."""
+
 
 class LiveTensors(TorchDispatchMode):
     """Counts bytes and floating-point operations of what is computed while it is entered.
@@ -42,7 +52,7 @@ class LiveTensors(TorchDispatchMode):
             self._know(tensor, tensor.untyped_storage().nbytes())
         if self.limit is not None and self.now > self.limit:
             raise torch.OutOfMemoryError(f"{self.now} bytes are in use, {self.limit} are allowed.")
-        count = flop_registry.get(function.overloadpacket) if hasattr(function, "overloadpacket") else None
+        count = FLOPS.get(function.overloadpacket) if hasattr(function, "overloadpacket") else None
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=result)
         return result

@@ -1,0 +1,26 @@
+"""`graft bench step`: every way to train is measured on the same base, and what cannot be is named."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from graft.benchmarks.base_models import NARROW
+from graft.benchmarks.step import CONTENDERS, as_table, measure
+from graft.tests.card import PRETENDED
+
+SMALL = replace(NARROW["flux"], network={**NARROW["flux"].network, "depth": 1, "depth_single_blocks": 1})
+
+
+@pytest.mark.skipif(PRETENDED, reason="autocast does not know the pretended card")
+def test_every_contender_is_measured_or_named():
+    names = [name for name in CONTENDERS if name != "graft_compiled"]
+    args = Namespace(rank=2, batch=2, clock="wall", repeats=1, steps=1, only=names, rss=False)
+    report = measure("flux", SMALL, args)
+    measured, missing = set(report["tensors_mb"]), set(report["missing"])
+    assert measured | missing == set(names) and missing <= {"train_lora_node", "train_lora_node_as_shipped"}
+    assert all(report[name] > 0 and report["of_peak"][name] > 0 for name in measured)
+    assert report["tensors_mb"]["bound"] >= report["base_mb"]
+    assert all(name in as_table(report) for name in names)
