@@ -91,6 +91,7 @@ def _flux(double: int, single: int) -> Settings:
 
 
 _SD35M = _mmdit(24, qk_norm="rms", x_block_self_attn_layers=list(range(13)))
+_SD35L = _mmdit(38, qk_norm="rms", num_patches=192**2, pos_embed_max_size=192)
 _SDXL = _unet((0, 0, 2, 2, 10, 10), 10, (0, 0, 0, 2, 2, 2, 10, 10, 10))
 
 SMALL: Mapping[str, BaseModel] = {
@@ -103,7 +104,7 @@ SMALL: Mapping[str, BaseModel] = {
 FULL: Mapping[str, BaseModel] = {
     "sdxl": BaseModel("SDXL", _SDXL, (4, 128, 128), 77, 2048, 1280),
     "sd35m": BaseModel("SD3", _SD35M, (16, 128, 128), 154, 4096, 2048),
-    "sd35l": BaseModel("SD3", _mmdit(38, qk_norm="rms"), (16, 128, 128), 154, 4096, 2048),
+    "sd35l": BaseModel("SD3", _SD35L, (16, 128, 128), 154, 4096, 2048),
     "flux": BaseModel("Flux", _flux(19, 38), (16, 128, 128), 512, 4096, 768),
 }
 """The models as people have them, at 1024 x 1024 pixels: for a GPU."""

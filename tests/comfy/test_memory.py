@@ -18,7 +18,7 @@ from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
 from graft.training.memory import compiling
 from graft.training.memory.checkpointing import MODES
 from graft.training.memory.forecast import forecast
-from graft.training.memory.plan import fits_surely
+from graft.training.memory.plan import Plan, fits_surely, predictor
 
 CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 
@@ -75,6 +75,16 @@ def test_the_memory_of_a_step_is_foreseen_within_a_tenth(name, size):
             assert below and (predicted <= 1.1 * value or name in UPPER_BOUNDS), (mode, predicted, value)
         if mode == "none":
             assert not fits_surely(denoiser, adapted, CONFIG, batch, live.peak)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_weights_that_are_foreseen_are_all_that_the_network_has(name):
+    """SD3.5's table of positions is a tenth of it."""
+    denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
+    adapted = select(denoiser.specs, denoiser.family, CONFIG.adapter)
+    found = predictor(denoiser, adapted, CONFIG, batch)(Plan("resident", "none")).weights
+    everything = [*denoiser.network.parameters(), *denoiser.network.buffers()]
+    assert found == pytest.approx(sum(tensor.nbytes for tensor in everything), rel=0.01)
 
 
 @counted

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..adapters import attach, build_adapters
 from ..config import AdapterConfig
 from ..layer import FrozenLayer, LayerSpec
-from ..model import Batch, Denoiser
+from ..model import Batch, Denoiser, HeldBase
 from ..objective import loss_at
 from .checkpointing import checkpointed, repeated_blocks
 from .live import LiveTensors
@@ -39,6 +39,9 @@ class Forecast:
     """Bytes at the worst moment, gradients included."""
     flops: int
     """Floating-point operations of products, convolutions and attention."""
+    loose: int = 0
+    """Bytes of what the network has beside its layers' weights (norms, biases, positions): not of a step, but
+    on the device by every plan."""
 
 
 @torch.inference_mode(False)
@@ -61,6 +64,7 @@ def forecast(
     """
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
+        loose = loose_bytes(base)
         stack.enter_context(untouched(base.module))
         stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
@@ -81,7 +85,18 @@ def forecast(
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
         kept = live.now
         loss.backward()  # type: ignore[no-untyped-call]
-    return Forecast(kept - sum(inputs), live.peak - sum(inputs) + max(inputs, default=0), live.flops)
+    return Forecast(kept - sum(inputs), live.peak - sum(inputs) + max(inputs, default=0), live.flops, loose)
+
+
+def loose_bytes(base: HeldBase) -> int:
+    """Return the bytes of the parameters and buffers of a held network that are no layer's weight."""
+    layers = {layer.module for layer in base.layers.values()}
+    return sum(
+        tensor.nbytes
+        for module in base.module.modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not (name == "weight" and module in layers)
+    )
 
 
 @contextmanager

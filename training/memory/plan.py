@@ -154,22 +154,23 @@ def predictor(
 
     @cache
     def step(mode: str) -> Forecast:
-        foreseen = partial(forecast, denoiser, adapted, config.adapter, batch, mode, dtype)
+        compute = partial(forecast, denoiser, adapted, config.adapter, batch, mode, dtype)
         try:
-            return foreseen()
+            return compute()
         except RuntimeError as error:
             if not is_changed_in_place(error):
                 raise
-        return foreseen(copies=True)
+        return compute(copies=True)
 
     def predict(plan: Plan) -> Prediction:
         weights = bytes_of(denoiser.specs, blocks, plan.base, dtype) + whole_again(
             denoiser.specs, plan, dtype
         )
         everything = bytes_of(denoiser.specs, blocks, "resident", dtype)
+        foreseen = step(plan.checkpointing)
         passes = 2 if plan.checkpointing in ("none", "selective") else 3
         moved = passes * everything if plan.base == "offload" else 0
-        return Prediction(plan, weights, adapter_bytes(adapted, config), step(plan.checkpointing), moved)
+        return Prediction(plan, weights + foreseen.loose, adapter_bytes(adapted, config), foreseen, moved)
 
     return predict
 
