@@ -148,11 +148,10 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
         known = inspect.signature(TrainLoraNode.execute).parameters
         chosen = {name: value for name, value in {**defaults, **settings}.items() if name in known}
         batch, in_lists = bench.batch, schema.is_input_list
-        text = batch.conditioning[0]
+        text, samples = batch.conditioning[0], [{"samples": sample} for sample in batch.latents.split(1)]
         given = {
             "model": bench.patcher,
-            "latents": 2
-            * [{"samples": sample} for sample in batch.latents.split(1)],  # 0.3.75 takes no single
+            "latents": 2 * samples,  # 0.3.75 takes no single one
             "positive": [[text["cross_attn"], {"pooled_output": text["pooled_output"]}]],
             **chosen,
             "rank": bench.rank,

@@ -59,6 +59,15 @@ def test_products_are_counted():
     assert live.flops == 2 * 3 * 4 * 5
 
 
+def test_attention_counts_on_the_cpu_too():
+    q, k, v = (torch.randn(2, 3, length, 16, requires_grad=True) for length in (5, 7, 7))
+    with LiveTensors() as live:
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        forward = live.flops
+        made.sum().backward()
+    assert forward == 2 * 3 * 2 * (2 * 5 * 7 * 16) and live.flops > 3 * forward
+
+
 def test_a_limit_is_kept():
     with (
         pytest.raises(torch.OutOfMemoryError, match="400 bytes are in use, 300"),
