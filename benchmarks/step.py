@@ -29,7 +29,7 @@ from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.headless.comfyui import start_comfyui
 from ..training.memory.forecast import untouched
 from ..training.memory.live import LiveTensors
-from ..training.memory.usage import wait
+from ..training.memory.usage import in_use, peak_bytes, wait
 from . import base_models
 from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
 from .process import alone, peak_rss
@@ -383,14 +383,13 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
 def prepared(make: Callable[[Bench], Steps], bench: Bench, base: int) -> tuple[Steps, int, int]:
     """Return a contender that is ready to train, the bytes of tensors at its worst moment, the network's
     `base` bytes included, and the floating-point operations of a step."""
-    on_host = bench.device == HOST
-    before = 0 if on_host else torch.cuda.memory_allocated()
-    if not on_host:
+    before = in_use(bench.device)
+    if bench.device != HOST:
         torch.cuda.reset_peak_memory_stats()
     steps = make(bench)
     with LiveTensors() as live:
         steps(1)  # after one to warm up
-    peak = base + live.peak if on_host else torch.cuda.max_memory_allocated() - before
+    peak = base + live.peak if bench.device == HOST else peak_bytes(bench.device) - before
     return steps, peak, live.flops // 2
 
 
