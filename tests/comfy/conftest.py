@@ -32,8 +32,6 @@ def bootstrap() -> None:
 
     ComfyUI reads its command line when `comfy.cli_args` is imported, and then only if asked to.
     """
-    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
-        (BASE / folder).mkdir(parents=True)
     install_graft(BASE / "custom_nodes" / "graft")
     sys.path.insert(
         0, str(COMFYUI)
@@ -56,6 +54,18 @@ def bootstrap() -> None:
 
 
 bootstrap()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_folders() -> None:
+    """Begin every file of tests with nothing in models/, input/ and output/: any of them may have run before."""
+    import folder_paths
+
+    folder_paths.filename_list_cache.clear()  # it looks into the folders it has seen
+    for folder in ("models", "input", "output"):
+        shutil.rmtree(BASE / folder, ignore_errors=True)
+    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
+        (BASE / folder).mkdir(parents=True)
 
 
 @pytest.fixture(scope="session")
