@@ -12,6 +12,7 @@ import importlib.util
 import json as json_format
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -221,18 +222,8 @@ def die() -> None:
     os._exit(9)
 
 
-def import_checkout_as_graft() -> None:
-    """Make this checkout importable as `graft` in a process that was started with this file."""
-    specification = importlib.util.spec_from_file_location(
-        "graft", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
-    assert specification is not None and specification.loader is not None
-    sys.modules["graft"] = module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-
-
 if __name__ == "__main__":
-    import_checkout_as_graft()
+    runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
     if sys.argv[1:] in ([], ["--json"]):
         sys.exit(main(json=bool(sys.argv[1:])))
     victim(*sys.argv[1:])

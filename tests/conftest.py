@@ -3,11 +3,9 @@
 Tests import it by that name: `from graft.training.loop import train`, `from graft.tests.tiny import ...`.
 """
 
-import importlib.util
 import os
+import runpy
 import shutil
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -19,20 +17,8 @@ os.environ["OMP_NUM_THREADS"] = (
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def import_checkout_as_graft() -> None:
-    """Put the checkout into sys.modules as `graft`, ahead of any installed one."""
-    if (entry := ROOT / "__init__.py").is_file():
-        spec = importlib.util.spec_from_file_location("graft", entry, submodule_search_locations=[str(ROOT)])
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["graft"] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.modules["graft"] = module = types.ModuleType("graft")
-        module.__path__ = [str(ROOT)]
-
-
 pytest.register_assert_rewrite("graft.tests")
-import_checkout_as_graft()
+runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
 
 
 class RootIsNoTestPackage:

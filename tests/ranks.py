@@ -5,8 +5,8 @@ It writes its state to FOLDER/<case>-<rank>, and the run itself lies in FOLDER/<
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import signal
 import sys
 from contextlib import nullcontext
@@ -18,16 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def import_graft() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "graft", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
-    sys.modules["graft"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-
 if __name__ == "__main__":
-    import_graft()
+    runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
 
 from graft.tests.tiny import TinyDataset, TinyDenoiser, TinySamples  # noqa: E402
 from graft.training import distributed  # noqa: E402

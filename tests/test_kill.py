@@ -8,20 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from graft.benchmarks import faults
 from graft.training import signals
 from graft.training.config import CheckpointConfig
+from graft.training.headless import launch
 from graft.training.log import read_log
 
 from .test_laws import assert_same
 from .test_laws import run as train
 from .test_run import checkpoints, go
 
-FAULTS = Path(faults.__file__)
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 
 
@@ -39,7 +38,7 @@ def test_a_run_killed_at_some_moment_goes_on_bit_equal(tmp_path):
 
 @posix
 def test_sigterm_saves_the_step_and_ends_the_process(tmp_path):
-    command = [sys.executable, str(FAULTS), str(tmp_path), "adamw", "100000", ""]
+    command = [sys.executable, faults.__file__, str(tmp_path), "adamw", "100000", ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline().strip() == b"ready"
         while not list(tmp_path.glob("checkpoints/step-*/state.json")):
@@ -91,13 +90,10 @@ def test_a_server_that_is_told_to_end_waits_for_the_runs_of_its_threads(tmp_path
 
 
 SERVER = """
-import importlib.util, signal, sys, threading, time
+import runpy, signal, sys, threading, time
 from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("faults", sys.argv[1])
-faults = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(faults)
-faults.import_checkout_as_graft()
+runpy.run_path(sys.argv[1])["import_graft"]()
 from graft.tests.test_run import CheckpointConfig, go
 from graft.training.signals import save_at_exit
 
@@ -112,7 +108,7 @@ time.sleep(300)
 
 @posix
 def test_ctrl_c_ends_a_server_once_its_runs_are_saved(tmp_path):
-    command = [sys.executable, "-c", SERVER, str(FAULTS), str(tmp_path)]
+    command = [sys.executable, "-c", SERVER, launch.__file__, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while len(read_log(tmp_path / "log.jsonl")) < 3 and process.poll() is None:
             time.sleep(0.05)

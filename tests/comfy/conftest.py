@@ -58,7 +58,7 @@ bootstrap()
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_folders() -> None:
-    """Begin every file of tests with nothing in models/, input/ and output/: any of them may have run before."""
+    """Begin every file of tests with nothing in models/, input/ and output/, whatever ran before it."""
     import folder_paths
 
     folder_paths.filename_list_cache.clear()  # it looks into the folders it has seen

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import graft
+from graft.training.headless import launch
 from graft.training.headless.export import as_text
 from graft.training.headless.train import extra_data
 from graft.training.job import compile_job, read_job
@@ -108,7 +109,7 @@ def plain(node):
 
 def test_an_exported_job_is_the_same_graph(tmp_path):
     out = tmp_path / "graph.json"
-    command = [sys.executable, "-c", CLI, str(ROOT), "export-workflow", str(JOB), "-o", str(out)]
+    command = [sys.executable, launch.__file__, "export-workflow", str(JOB), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text()) == read_job(JOB).prompt
@@ -118,7 +119,7 @@ def test_an_exported_job_is_the_same_graph(tmp_path):
 def test_a_job_trains_on_a_server_without_an_editor_and_costs_nothing_again(tmp_path, comfyui):
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps(small(tmp_path / "squares", training_folder="out", device="cpu")))
-    command = [sys.executable, "-c", CLI, str(ROOT), "train", str(job)]
+    command = [sys.executable, launch.__file__, "train", str(job)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out" / "loras" / "job.safetensors").exists()
@@ -131,7 +132,7 @@ def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path):
     job = small(tmp_path / "squares", training_folder="out", device="cpu")
     job["config"]["process"][0]["train"]["steps"] = 5000
     file.write_text(json.dumps(job))
-    command = [sys.executable, "-c", CLI, str(ROOT), "train", str(file)]
+    command = [sys.executable, launch.__file__, "train", str(file)]
     hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell put the tests behind &
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hears) as process:
         while process.poll() is None and not any(
@@ -152,19 +153,3 @@ def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path):
 
 def steps(log):
     return [json.loads(line)["step"] for line in log.read_text().splitlines()]
-
-
-CLI = """
-import importlib.util, sys
-from functools import partial
-from pathlib import Path
-root = Path(sys.argv[1])
-spec = importlib.util.spec_from_file_location(
-    "graft", root / "__init__.py", submodule_search_locations=[str(root)]
-)
-sys.modules["graft"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from graft.training.cli import main
-sys.exit(main(sys.argv[2:]))
-"""
-"""This checkout as the command `graft`, whatever its folder is called."""

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from graft.training.data import (
     scan,
 )
 from graft.training.data.augment import render
+from graft.training.headless import launch
 
 NAMES = "abcd"
 
@@ -155,7 +155,7 @@ def test_a_killed_run_continues_where_it_was(folder, tmp_path):
 
 KILLED = """
 import os, runpy, sys
-runpy.run_path(sys.argv[1])["import_checkout_as_graft"]()
+runpy.run_path(sys.argv[1])["import_graft"]()
 from graft.tests.data.helpers import SMALL, FakeEncoder
 from graft.training.data import encode, scan
 
@@ -168,8 +168,7 @@ encode(scan(sys.argv[2], SMALL), Killed(), sys.argv[3])
 
 
 def test_a_process_that_was_killed_leaves_whole_entries_only(folder, tmp_path):
-    conftest = Path(__file__).parents[1] / "conftest.py"
-    command = [sys.executable, "-c", KILLED, str(conftest), str(folder), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", KILLED, launch.__file__, str(folder), str(tmp_path / "cache")]
     assert subprocess.run(command, timeout=120).returncode == 9
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")

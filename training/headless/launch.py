@@ -10,14 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main() -> int:
-    """Import the checkout as the package `graft` and run its command line."""
-    sys.path.pop(0)  # this folder, whose module names are not meant for others
+def import_graft() -> None:
+    """Put this checkout into sys.modules as `graft`, ahead of any installed one."""
     entry = str(ROOT / "__init__.py")
     spec = importlib.util.spec_from_file_location("graft", entry, submodule_search_locations=[str(ROOT)])
     assert spec and spec.loader
     sys.modules["graft"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+
+def main() -> int:
+    """Run the checkout's command line."""
+    sys.path.pop(0)  # this folder, whose module names are not meant for others
+    import_graft()
     return int(importlib.import_module("graft.training.cli").main())
 
 
