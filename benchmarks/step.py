@@ -29,7 +29,7 @@ from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.headless.comfyui import start_comfyui
 from ..training.memory.forecast import untouched
 from ..training.memory.live import LiveTensors
-from ..training.memory.usage import in_use, peak_bytes, wait
+from ..training.memory.usage import forget_peak, in_use, peak_bytes, wait
 from . import base_models
 from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
 from .process import alone, peak_rss
@@ -384,8 +384,7 @@ def prepared(make: Callable[[Bench], Steps], bench: Bench, base: int) -> tuple[S
     """Return a contender that is ready to train, the bytes of tensors at its worst moment, the network's
     `base` bytes included, and the floating-point operations of a step."""
     before = in_use(bench.device)
-    if bench.device != HOST:
-        torch.cuda.reset_peak_memory_stats()
+    forget_peak(bench.device)
     steps = make(bench)
     with LiveTensors() as live:
         steps(1)  # after one to warm up

@@ -119,6 +119,13 @@ def test_what_a_step_takes_is_foreseen_within_a_tenth(mode):
     assert foreseen == pytest.approx(measured, rel=0.1)
 
 
+def test_memory_is_counted_from_where_a_run_begins():
+    before = torch.empty(1 << 30, dtype=torch.uint8, device=CARD).nbytes  # let go of at once
+    seen = []
+    train(OnCard(), Large(), CONFIG, None, steps=1, on_step=lambda progress: seen.append(progress.memory))
+    assert 0 < seen[0] < before
+
+
 def test_where_the_allocator_gives_no_more_the_next_plan_is_taken(exact, monkeypatch, caplog):
     expected = trained(base="resident", checkpointing="none")
     denoiser = OnCard()

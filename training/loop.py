@@ -21,7 +21,7 @@ from .memory.placement import Placement
 from .memory.plan import budget_of, fitting
 from .memory.precision import compute_dtype
 from .memory.store import UNPLACED
-from .memory.usage import in_use, peak_bytes
+from .memory.usage import forget_peak, in_use, peak_bytes
 from .model import Batch, Dataset, Denoiser, Samples
 from .schedule import multiplier
 from .state import TrainState, best_step
@@ -109,6 +109,7 @@ def train(
         return start
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
     most = None if budget is None else in_use(denoiser.device) + budget
+    forget_peak(denoiser.device)
     work = Work(denoiser, config, start, notes)
     coverage = Coverage(work.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)

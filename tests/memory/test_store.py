@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from graft.tests.memory.helpers import step_gradients
 from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.layer import LayerSpec
 from graft.training.memory import offload
+from graft.training.memory.live import LiveTensors
 from graft.training.memory.offload import Ring, StreamCopier, inputs_on_host
 from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
 from graft.training.memory.store import STORES, Store, bytes_of
@@ -264,6 +266,16 @@ def test_where_the_system_pins_no_more_weights_stay_where_they_are(monkeypatch, 
     memory, tensor = offload.PinnedMemory(), weight()
     assert memory.take(tensor) is tensor and memory.take(tensor) is tensor
     assert caplog.text.count("only 0.0 GiB of the base fit into pinned host memory") == 1
+
+
+def test_an_offloaded_weight_is_in_host_memory_once(monkeypatch):
+    monkeypatch.setattr(offload, "PIECE", 0)
+    monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
+    store = Store("offload", ("blocks.*",), torch.bfloat16, CPU, Ring(Logging(), 0))
+    with LiveTensors() as live:
+        fetch = store.fetch_of("blocks.0.mlp", LayerSpec("linear", (128, 256)), plain(weight()))
+        gc.collect()
+    assert fetch is not None and live.now == 128 * 256 * 2
 
 
 def test_inputs_that_are_in_host_memory_stay_where_they_are():

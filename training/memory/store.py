@@ -72,14 +72,15 @@ class Store:
         ring = self.ring
         if ring is None:
             return lambda dtype, device: moved(host, device).weight(dtype)
+        count, unpack = len(host.parts), host.unpack  # not the parts themselves, which are pinned elsewhere
         for index, part in enumerate(host.parts):
             ring.add((path, index), self.pinned.take(part.cpu()))
         self.sizes[block] = self.sizes.get(block, 0) + host.nbytes
         ring.ahead = max(self.sizes.values())
 
         def fetch(dtype: torch.dtype, device: torch.device) -> Tensor:
-            parts = tuple(ring.fetch((path, index)) for index in range(len(host.parts)))
-            return host.unpack(parts, dtype).to(device)
+            parts = tuple(ring.fetch((path, index)) for index in range(count))
+            return unpack(parts, dtype).to(device)
 
         return fetch
 

@@ -11,7 +11,7 @@ from .live import LiveTensors
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors took on `device` in this process; 0 where that is not counted."""
+    """Return the most bytes that tensors took on `device` since `forget_peak`; 0 where that is not counted."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "xpu":
@@ -19,6 +19,12 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
     return 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from here on, not since the process began."""
+    if device.type in ("cuda", "xpu"):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def in_use(device: torch.device) -> int:
@@ -68,7 +74,7 @@ def peak_of(compute: Callable[[], None], device: torch.device) -> int:
     if device.type in ("cuda", "xpu"):
         counted = torch.get_device_module(device)
         wait(device)
-        counted.reset_peak_memory_stats(device)
+        forget_peak(device)
         before = counted.memory_allocated(device)
         compute()
         wait(device)
