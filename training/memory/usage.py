@@ -11,7 +11,7 @@ from .live import LiveTensors
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that tensors took on `device` since `forget_peak`; 0 where that is not counted."""
+    """Return the most bytes that tensors took on `device` since `forget_peak`; 0 where nobody counts."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "xpu":
