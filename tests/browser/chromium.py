@@ -26,15 +26,19 @@ FLAGS = (
     "--remote-debugging-port=0 --remote-allow-origins=* --window-size=1600,1000 --force-color-profile=srgb"
 ).split()
 
-STILL = """(async element => {
+CLICK = """(async element => {
     element?.scrollIntoView({ block: 'nearest' })
     const { x, y, width, height } = element?.getBoundingClientRect() ?? {}
     await new Promise(done => setTimeout(done, 150))
     const after = element?.getBoundingClientRect() ?? {}
     const on = width && element.getRootNode().elementFromPoint(x + width / 2, y + height / 2)
-    return x === after.x && y === after.y && Boolean(on) && (element.contains(on) || on.contains(element))
+    const reached = on && (element.contains(on) || on.contains(element))
+    if (!reached || x !== after.x || y !== after.y) return false
+    element.click()
+    return true
 })"""
-"""element -> whether a click on its middle would reach it."""
+"""element -> whether it was clicked, which it is only where a click on its middle reaches it. The page itself
+does so: what a mouse does arrives later, when something else may lie there."""
 
 
 def executable() -> str | None:
@@ -60,7 +64,7 @@ def chromium(profile: Path) -> Iterator[Page]:
 
 
 class Page:
-    """One tab: `goto`, `evaluate`, `wait_for`, `click`, `screenshot`; `messages` is what its console said."""
+    """One tab: `goto`, `evaluate`, `wait_for`, `click_on`, `screenshot`; `messages` are its console's."""
 
     def __init__(self, port: int, target: str = ""):
         self.messages: list[tuple[str, str]] = []
@@ -68,7 +72,7 @@ class Page:
         requests.
         """
         self.clicks = 0
-        """How often `click` was asked for."""
+        """How often `click_on` was asked for."""
         self._loop = asyncio.new_event_loop()
         self._ids = itertools.count(1)
         self._port = port
@@ -105,21 +109,12 @@ class Page:
     def move(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def click(self, x: float, y: float) -> None:
-        self.clicks += 1
-        self.move(x, y)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
     def click_on(self, element: str, seconds: float = 30) -> None:
-        """Scroll to the element that a JavaScript expression gives, and click its middle, once it is there,
-        lies still and nothing covers it.
+        """Scroll to what a JavaScript expression gives, and click it once it is there, lies still and nothing
+        covers it.
         """
-        self.wait_for(f"{STILL}({element})", seconds)
-        x, y, width, height = self.evaluate(
-            f"(b => [b.x, b.y, b.width, b.height])(({element}).getBoundingClientRect())"
-        )
-        self.click(x + width / 2, y + height / 2)
+        self.wait_for(f"{CLICK}({element})", seconds)
+        self.clicks += 1
 
     def screenshot(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
