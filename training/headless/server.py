@@ -258,7 +258,12 @@ def server(
         "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
         *(["--cpu"] if cpu or (cpu is None and not has_cuda()) else []), *options,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    environment = {
+        "OMP_WAIT_POLICY": "passive",  # threads that wait for each other busily starve beside another program
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8",
+    }
     with log_file.open("ab") as output:
         process = subprocess.Popen(
             command,
