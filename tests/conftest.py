@@ -16,7 +16,6 @@ os.environ["OMP_NUM_THREADS"] = (
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
 pytest.register_assert_rewrite("graft.tests")
 runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
 

@@ -18,7 +18,7 @@ import pytest
 import graft
 from graft.tests import card, dynamic_vram
 from graft.tests.card import DEVICE, PRETENDED
-from graft.training.headless.server import find_comfyui, install_graft, server
+from graft.training.headless.server import find_comfyui, install_graft, make_folders, server
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
@@ -64,8 +64,7 @@ def empty_folders() -> None:
     folder_paths.filename_list_cache.clear()  # it looks into the folders it has seen
     for folder in ("models", "input", "output"):
         shutil.rmtree(BASE / folder, ignore_errors=True)
-    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
-        (BASE / folder).mkdir(parents=True)
+    make_folders(BASE)
 
 
 @pytest.fixture(scope="session")

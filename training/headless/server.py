@@ -249,8 +249,7 @@ def server(
     `options` are added to ComfyUI's command line. `cpu` None means: on the CPU unless there is a CUDA device.
     """
     base = base.resolve()
-    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
-        (base / folder).mkdir(parents=True, exist_ok=True)
+    make_folders(base)
     install_graft(base / "custom_nodes" / "graft")
     port, log_file = _free_port(), base / "comfyui.log"
     command = [
@@ -281,6 +280,12 @@ def server(
     finally:
         if process.poll() is None:
             running.stop()
+
+
+def make_folders(base: Path) -> None:
+    """Make the folders that ComfyUI expects in a base directory."""
+    for folder in ("models/checkpoints", "models/text_encoders", "models/vae", "input", "output"):
+        (base / folder).mkdir(parents=True, exist_ok=True)
 
 
 def install_graft(target: Path) -> None:

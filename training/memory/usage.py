@@ -9,13 +9,14 @@ import torch
 
 from .live import LiveTensors
 
+COUNTED = ("cuda", "xpu")
+"""Devices whose allocator counts the bytes that tensors take."""
+
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes that tensors took on `device` since `forget_peak`; 0 where nobody counts."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "xpu":
-        return int(torch.xpu.max_memory_allocated(device))
+    if device.type in COUNTED:
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
     return 0
@@ -23,13 +24,13 @@ def peak_bytes(device: torch.device) -> int:
 
 def forget_peak(device: torch.device) -> None:
     """Let `peak_bytes` count from here on, not since the process began."""
-    if device.type in ("cuda", "xpu"):
+    if device.type in COUNTED:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def in_use(device: torch.device) -> int:
     """Return how many bytes this process's tensors take on `device`; 0 where that is not counted."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+    return int(torch.get_device_module(device).memory_allocated(device)) if device.type in COUNTED else 0
 
 
 @contextmanager
@@ -71,14 +72,13 @@ def _free_on_host() -> int | None:
 
 def peak_of(compute: Callable[[], None], device: torch.device) -> int:
     """Return the most bytes of tensors that `compute` has on `device` at once, beside those there before."""
-    if device.type in ("cuda", "xpu"):
-        counted = torch.get_device_module(device)
+    if device.type in COUNTED:
         wait(device)
         forget_peak(device)
-        before = counted.memory_allocated(device)
+        before = in_use(device)
         compute()
         wait(device)
-        return int(counted.max_memory_allocated(device) - before)
+        return peak_bytes(device) - before
     with LiveTensors() as live:
         compute()
     return int(live.peak)
