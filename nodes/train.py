@@ -173,7 +173,7 @@ class TrainSteps(io.ComfyNode):
         warnings = run_notes(denoiser, config, family, max(total_steps, first + steps), dataset.index.buckets)
         warnings += sample_prompts.notes(family) if sample_prompts else []
         folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
-        warnings += earlier_notes(Run(folder), config, resumed)
+        warnings += earlier_notes(Run(folder), config, resumed, first + steps)
         for warning in warnings:
             log.warning("Graft: %s", warning)
         notes = run_metadata(config, dataset, denoiser.family, denoiser.sampling, name=name)

@@ -108,10 +108,13 @@ def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
     assert seen == [4, 5, 6]
 
 
-def test_finish_returns_the_last_step_and_queueing_again_goes_on(tmp_path):
+def test_finish_ends_a_run_until_more_steps_are_asked_for_than_then(tmp_path):
     stop = go(tmp_path, 6, on_step=lambda progress: STOP if progress.step == 2 else None)
     assert stop.step == 2 and handed_on(Run(tmp_path), None, 6, CONFIG) == stop
-    assert_same(go(tmp_path, 6).load(), train_without_a_folder(steps=6))
+    seen = []
+    assert [go(tmp_path, steps, on_step=counting(seen)) for steps in (6, 3, 2)] == [stop] * 3
+    assert not seen and go(tmp_path, 1).step == 1
+    assert_same(go(tmp_path, 7).load(), train_without_a_folder(steps=7))
 
 
 def test_a_run_that_was_deleted_hands_nothing_on(tmp_path):

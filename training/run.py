@@ -38,7 +38,7 @@ from .config import CheckpointConfig, TrainConfig, digest, to_dict
 from .family import Family
 from .lock import locked
 from .log import RunLog
-from .loop import OnStep, Progress, ignore, initial_state, train
+from .loop import STOP, OnStep, Progress, ignore, initial_state, train
 from .lora_file import lora_tensors
 from .metadata import lora_metadata, write_lora
 from .model import Dataset, Denoiser, Samples
@@ -125,7 +125,8 @@ def execute(
     `on_start` is given the state that training begins at, before the base is taken; not for a finished run.
 
     Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
-    returning STOP), the last whole step is on disk before this function is left.
+    returning STOP), the last whole step is on disk before this function is left. After STOP it stays the
+    run's end until more steps are asked for.
 
     Of several processes that train together, rank 0 does all this, and the others `follow`.
 
@@ -139,8 +140,8 @@ def execute(
     with locked(run.folder), saving_run():
         tidy(run)
         newest = latest(run, first, target)
-        if newest and newest.step == target:
-            log.info("Graft: step %d of this run is already trained; nothing to do.", target)
+        if newest and is_end(newest, target):
+            log.info("Graft: step %d of this run is already trained; nothing to do.", newest.step)
             distributed.share(None)
             return hand_on(run, newest, start, config)
         if newest:
@@ -170,6 +171,8 @@ def execute(
             saved = watch.save()
         reached = saved or resume
         assert reached is not None, "a fresh run ends after at least one step"
+        if watch.stopped:
+            finish(reached, target)
         return hand_on(run, reached, start, config)
 
 
@@ -274,6 +277,27 @@ def hand_on(run: Run, handle: StateHandle, start: StateHandle | None, config: Tr
     return handle
 
 
+def finish(handle: StateHandle, target: int) -> None:
+    """Note that Finish ended a run here, of which step `target` had been asked for."""
+    with suppress(OSError):
+        (handle.path / FINISHED).write_text(str(target), encoding="utf-8")
+
+
+def is_end(handle: StateHandle, target: int) -> bool:
+    """Say whether a run to step `target` ends with this state: it is that step, or Finish was pressed here in
+    a run that was to be as long or longer.
+    """
+    if handle.step == target:
+        return True
+    try:
+        return target <= int((handle.path / FINISHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+FINISHED = "finished"
+"""File in the folder of a checkpoint at which Finish was pressed: the step that had been asked for."""
+
 KEPT = "kept"
 """File in the folder of a checkpoint that a node handed on: a graph may hold it."""
 
@@ -334,6 +358,8 @@ class _Watch:
         self.saved_at = self.checked_at = time.monotonic()
         self.size = 0
         """Of a checkpoint, once one was written."""
+        self.stopped = False
+        """By `on_step`: Finish was pressed."""
 
     def __call__(self, progress: Progress) -> str | None:
         self.progress = progress
@@ -342,7 +368,9 @@ class _Watch:
             self.save_if_possible()
         self.check_disk()
         raise_if_asked()
-        return self.on_step(progress)
+        outcome = self.on_step(progress)
+        self.stopped = outcome == STOP
+        return outcome
 
     def due(self, progress: Progress) -> bool:
         late = time.monotonic() - self.saved_at >= 60 * self.run.saving.minutes

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from graft.tests.card import PRETENDED
+from graft.tests.test_run import go
 from graft.training import distributed
 from graft.training.comfy import paths, session, workers
 from graft.training.headless import launch
 from graft.training.job import compile_job
 from graft.training.job_graph import NODES, of_kind
+from graft.training.loop import STOP
 from graft.training.run import Run, latest
 
 from .test_job import images, small
@@ -170,6 +172,15 @@ def test_cancel_asks_the_processes_to_save_and_end(processes, tmp_path, monkeypa
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         train(tmp_path)
     assert (tmp_path / "saved").exists()
+
+
+@posix
+def test_finish_ends_the_processes_and_queueing_again_starts_none(processes, tmp_path):
+    go(tmp_path, 2)
+    processes("sleep 100")
+    assert workers.train(Run(tmp_path), {"5": {}}, "5", 2, 0, 10, lambda progress: STOP) == 2
+    processes("exit 3")
+    assert train(tmp_path) == 2
 
 
 @posix

@@ -23,7 +23,7 @@ import folder_paths
 
 from ..log import read_entries
 from ..loop import STOP, OnStep, Progress
-from ..run import Run, latest
+from ..run import Run, finish, is_end, latest
 from ..state import TrainState
 from .at_rest import unload
 
@@ -47,8 +47,8 @@ def train(
     with their own words when the processes fail; the run is then saved, as it is on Cancel.
     """
     found = latest(run, first, last)
-    if found is not None and found.step == last:
-        return last - first
+    if found is not None and is_end(found, last):
+        return found.step - first
     if sys.platform == "win32":
         raise ValueError(
             "gpus: PyTorch for Windows has no NCCL, by which graphics cards work together. Set gpus to 1 and "
@@ -68,6 +68,8 @@ def train(
     reached = latest(run, first, last)
     if reached is None:
         raise ValueError("the run was finished before its first step.")
+    if finished:
+        finish(reached, last)
     return reached.step - first
 
 
