@@ -96,7 +96,10 @@ def open_state(folder: Path) -> StateHandle:
     contents = {key: value for key, value in values.items() if key not in ("format", "digest", "tensors")}
     digest = _digest(_tensor_file(folder, values), contents)
     if digest != values.get("digest"):
-        raise ValueError(f"{folder}: the training state is damaged (its contents do not match their digest).")
+        raise ValueError(
+            f"{folder}: the training state is damaged (its contents do not match their digest); go on "
+            "from an earlier one."
+        )
     return StateHandle(folder, int(values["step"]), digest)
 
 

@@ -41,7 +41,8 @@ class Coverage:
         if len(self.silent) == self.total:
             raise ValueError(
                 f"step {step + 1}: no gradient has reached any of the {self.total} parameters, so nothing "
-                "would be learnt. Are the loss masks empty, or have the chosen layers no effect?"
+                "would be learnt. Clear 'include' and 'exclude' in Build LoRA; if there are masks, make them "
+                "white where the subject is."
             )
         log.warning("Graft: %s", self.report(step))
 

@@ -22,8 +22,8 @@ SHOWN = 4
 
 
 def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
-    """Return a sentence when `run`, asked for step `last`, was ended before by Finish, or has no checkpoint to
-    go on from, and the last run of its name has; none where the state `start` comes from that run.
+    """Return a sentence when `run`, asked for step `last`, was ended before that by Finish, or has no
+    checkpoint to go on from, and the last run of its name has; none where the state `start` comes from it.
     """
     found = latest(run, start.step if start else 0, last)
     if found is not None and found.step < last and is_end(found, last):

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from .checkpoint import write_text
 from .loop import Progress
+from .packages import optional
 
 log = logging.getLogger(__name__)
 
@@ -188,11 +189,6 @@ def _rounded(value: Any) -> Any:
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "TensorBoard logs need the package tensorboard (python -m pip install tensorboard); log.csv and "
-            "log.jsonl are written without it."
-        ) from error
-    return SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+    instead = "switch it off: log.csv and log.jsonl are written without it"
+    module = optional("torch.utils.tensorboard", "tensorboard", instead, package="tensorboard")
+    return module.SummaryWriter(folder / "tensorboard", purge_step=step + 1)

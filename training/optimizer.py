@@ -7,7 +7,6 @@ learning rate, betas and the rest are the configuration's, also after a resume w
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from .config import OptimizerConfig
 from .extra_optimizers import Lion, StableAdamW
+from .packages import optional
 from .state import Number, OptimizerState
 
 log = logging.getLogger(__name__)
@@ -246,13 +246,7 @@ def _schedule_free(name: str) -> Build:
 
 
 def _installed(package: str, optimizer: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(
-            f"optimizer {optimizer!r} needs the package {package}, which cannot be used here ({error}). "
-            f"Install it in ComfyUI's Python (python -m pip install {package}), or choose adamw or lion."
-        ) from error
+    return optional(package, f"optimizer {optimizer!r}", "choose adamw or lion")
 
 
 SCHEDULE_FREE = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")

@@ -69,7 +69,10 @@ class TensorFile(Mapping[str, Tensor]):
         entry = self.entries[name]
         dtype = getattr(torch, FORMATS[entry.format][1], None)
         if dtype is None:
-            raise ValueError(f"{self.path.name}: {name}: this PyTorch has no numbers of type {entry.format}.")
+            raise ValueError(
+                f"{self.path.name}: {name}: this PyTorch has no numbers of type {entry.format}; update it, "
+                "or take a file of another type."
+            )
         data = self.read(name)
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(entry.shape)
@@ -89,9 +92,12 @@ class TensorFile(Mapping[str, Tensor]):
                 file.seek(entry.start)
                 read = file.readinto(data)
         except OSError as error:
-            raise ValueError(f"{self.path.name}: the file cannot be read ({error.strerror}).") from error
+            raise ValueError(
+                f"{self.path.name}: the file cannot be read ({error.strerror}); close what else uses it, or "
+                "copy it again."
+            ) from error
         if read != entry.size:
-            raise ValueError(f"{self.path.name}: the file was changed while it was read.")
+            raise ValueError(f"{self.path.name}: the file was changed while it was read; run this again.")
         return data
 
 

@@ -166,7 +166,13 @@ def test_one_error_names_every_bad_file_with_its_reason_and_what_to_do(tmp_path)
     lines = str(error.value).splitlines()
     for (name, reason), line in zip(REASONS.items(), lines[1:-1], strict=True):
         assert line.startswith(f"  {name}: ") and reason in line
-    assert "allow skipping" in lines[-1]
+    assert "switch on 'skip bad images'" in lines[-1]
+
+
+def test_nobody_is_told_to_skip_all_that_there_is(tmp_path):
+    add(tmp_path, "a.png", None)
+    with pytest.raises(ValueError, match=r"add a\.txt, or set .*\nThere is no other; repair or replace them"):
+        scan(tmp_path)
 
 
 def test_twins_whose_captions_are_not_shared_are_fine(tmp_path):

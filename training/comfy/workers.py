@@ -55,7 +55,9 @@ def train(
             "raise gradient accumulation in Optimizer Settings instead, or run ComfyUI in WSL 2 or on Linux."
         )
     if node is None or not isinstance(prompt, Mapping) or node not in prompt:
-        raise ValueError("gpus: only a Train Steps that stands in the queued graph itself can use several.")
+        raise ValueError(
+            "gpus: only a Train Steps that stands in the queued graph itself can use several; set gpus to 1."
+        )
     unload()
     with tempfile.TemporaryDirectory(prefix="graft-gpus-", ignore_cleanup_errors=True) as scratch:
         graph, words = Path(scratch) / "graph.json", Path(scratch) / "words.log"

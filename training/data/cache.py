@@ -230,7 +230,10 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
     for name, value in work.encoder.encode_text(text).items():
         if value.is_floating_point():
             if not torch.isfinite(value).all():
-                raise ValueError(f"the text encoder made NaN or infinite values of the caption {text!r}.")
+                raise ValueError(
+                    f"the text encoder made NaN or infinite values of the caption {text!r}; load another "
+                    "file of it, in fp16 instead of fp8, or start ComfyUI with --fp32-text-enc."
+                )
             value = value.to(_DTYPES[config.dtype])
         stored[name] = value.clone()  # safetensors refuses tensors that share memory
     work.write("text", key, stored)
@@ -307,7 +310,8 @@ def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
     fatal = [Skipped(s.name, reason) for s, reason in found if not images.source(s).config.skip_bad]
     if fatal or len(bad) == len(images.samples):
         listed = fatal or [Skipped(sample.name, reason) for sample, reason in found]
-        raise bad_files_error(listed, ", ".join(source.title for source in images.sources))
+        titles = ", ".join(source.title for source in images.sources)
+        raise bad_files_error(listed, titles, len(images.samples) - len(bad))
 
 
 def _ahead(load: Callable[[int], A], numbers: Sequence[int]) -> Iterator[tuple[int, A]]:

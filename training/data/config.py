@@ -49,7 +49,8 @@ class CaptionConfig:
         require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
         require(
             self.missing != "trigger" or bool(self.trigger.strip()),
-            "missing captions are set to 'trigger', but no trigger word is given.",
+            "missing captions are set to 'trigger', but no trigger word is given; fill in 'trigger', for "
+            "instance with ohwx dog.",
         )
 
 

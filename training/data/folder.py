@@ -131,7 +131,7 @@ def scan(
             bad.append(Skipped(folder.name_of(file), str(error)))
     on_progress(len(images), len(images), "Reading the folder")
     if bad and (not config.skip_bad or not len(table)):
-        raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root))
+        raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root), len(table))
     ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
     unread = sum(not _is_read(name, config) for folder in folders for name in folder.below)
     return ImageSet(table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())), unread)
@@ -213,7 +213,7 @@ def _require_images(
     if images:
         return
     if bad := [item for folder in folders for item in folder.bad]:
-        raise bad_files_error(bad, str(root))
+        raise bad_files_error(bad, str(root), 0)
     kinds = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
     message = f"{root}: no images in this folder ({kinds} are read)."
     if deeper := ", ".join(_with_images(root, config)):

@@ -287,10 +287,13 @@ def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
     return next((times for error, times in found if error <= 1.05), min(found)[1])
 
 
-def bad_files_error(bad: Sequence[Skipped], what: str) -> ValueError:
-    """Return the one error that names every file that cannot be used, with its reason and what to do."""
+def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> ValueError:
+    """Return the one error that names every file that cannot be used, with its reason and what to do; there
+    are `others` that can be.
+    """
     shown = [f"  {item.name}: {item.reason}" for item in bad[:100]]
     if len(bad) > len(shown):
         shown.append(f"  ... and {len(bad) - len(shown)} more")
-    advice = "Repair or remove them, or allow skipping bad files in Load Dataset to train without them."
+    advice = "Repair or remove them, or switch on 'skip bad images' in Load Dataset to train without them."
+    advice = advice if others else "There is no other; repair or replace them."
     return ValueError("\n".join([f"{what}: {len(bad)} file(s) cannot be used.", *shown, advice]))

@@ -92,7 +92,8 @@ class Store:
             # Windows refuses to replace a file that another process is reading: same key, same content.
             if not path.exists():
                 raise ValueError(
-                    f"the cache folder {self.folder} cannot be written to: permission denied."
+                    f"the cache folder {self.folder} cannot be written to: permission denied. Give ComfyUI's "
+                    "user the right to write there."
                 ) from None
         except OSError as error:
             raise ValueError(

@@ -21,7 +21,8 @@ def import_graft() -> None:
 
 def main() -> int:
     """Run the checkout's command line."""
-    sys.path.pop(0)  # this folder, whose module names are not meant for others
+    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        sys.path.pop(0)  # this folder, whose module names are not meant for others; some Pythons leave it out
     import_graft()
     return int(importlib.import_module("graft.training.cli").main())
 

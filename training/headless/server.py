@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -168,7 +169,7 @@ class Server:
         return histories.get(prompt_id)
 
     def wait(
-        self, prompt_id: str, on_event: OnEvent | None = None, *, timeout: float = 3600
+        self, prompt_id: str, on_event: OnEvent | None = None, *, timeout: float = math.inf
     ) -> dict[str, Any]:
         """Wait until a prompt has ended and return its history entry.
 

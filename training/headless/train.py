@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -69,7 +68,7 @@ def train(comfy: Server, job: Job, on_event: OnEvent) -> None:
     """Queue the job's graph and wait for it; on Ctrl-C until the run is saved."""
     queued = comfy.post(job.prompt, extra_data(job))
     try:
-        comfy.wait(queued, on_event, timeout=math.inf)
+        comfy.wait(queued, on_event)
     except KeyboardInterrupt:
         say("\nSaving the run; the same command goes on from there.")
         comfy.interrupt()

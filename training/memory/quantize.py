@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..packages import optional
+
 Parts = tuple[Tensor, ...]
 
 SMALLEST = 4096
@@ -76,13 +78,7 @@ def _int8(weight: Tensor, dtype: torch.dtype) -> Packed:
 
 
 def _nf4(weight: Tensor, dtype: torch.dtype) -> Packed:
-    try:
-        from bitsandbytes import functional
-    except ImportError as error:
-        raise ValueError(
-            "base 'nf4' needs bitsandbytes, which is not installed: "
-            "pip install bitsandbytes, or choose 'int8'."
-        ) from error
+    functional = optional("bitsandbytes.functional", "base 'nf4'", "choose 'int8'")
     packed, state = functional.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
 
     def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
