@@ -20,7 +20,15 @@ from PIL import Image
 
 from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
-from ..training.headless.server import GRAFT, PromptError, Server, comfyui_version, find_comfyui, server
+from ..training.headless.server import (
+    GRAFT,
+    PromptError,
+    Server,
+    comfyui_version,
+    find_comfyui,
+    has_cuda,
+    server,
+)
 from ..training.headless.terminal import Bar, say
 from ..training.log import clock
 from ..training.pictures import Column, loss_plot, sample_grid
@@ -81,16 +89,23 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    if args.checkpoint and not args.cpu and not has_cuda():
+        say("PyTorch finds no graphics card here: the processor trains, a model of full size for days.")
     comfyui = find_comfyui()
     say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="graft-demo-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         plan = prepare(plan, args, base)
-        options = ["--extra-model-paths-config", str(write_model_paths(base, args, plan))]
+        # Of one's own pictures, the same command goes on where the last one ended, however that was.
+        output = (out if args.dataset or args.checkpoint else base) / "output"
+        options = [
+            "--extra-model-paths-config", str(write_model_paths(base, args, plan)),
+            "--output-directory", str(output),
+        ]  # fmt: skip
         try:
             with server(comfyui, base, options=options, cpu=args.cpu or None) as comfy:
-                report = make_report(comfy, plan, out, began)
+                report = make_report(comfy, plan, output, out, began)
         except PromptError as error:
             raise ValueError(f"{error}\nComfyUI's own words are in {out / 'comfyui.log'}.") from error
         finally:
@@ -235,22 +250,25 @@ def write_model_paths(base: Path, args: argparse.Namespace, plan: Plan) -> Path:
 # --- doing it -----------------------------------------------------------------------------------------------
 
 
-def make_report(comfy: Server, plan: Plan, out: Path, began: float) -> dict[str, Any]:
-    """Train, measure and draw; write everything but the report into `out` and return the report's content."""
+def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float) -> dict[str, Any]:
+    """Train, measure and draw; write everything but the report into `out` and return the report's content.
+
+    `output` is ComfyUI's own output folder.
+    """
     train_node = prompts.of_kind(plan.prompt, "GraftTrainSteps")[0]
     settings = plan.prompt[train_node]["inputs"]
     say(f"Training on {plan.images} images for {settings['steps']} steps")
     with Bar(plan.prompt) as on_event:
         done = comfy.run(plan.prompt, on_event)
     trained_after = time.monotonic() - began
-    folder = comfy.base / "output" / "graft" / done["outputs"][train_node]["text"][0].splitlines()[-1]
+    folder = output / "graft" / done["outputs"][train_node]["text"][0].splitlines()[-1]
     losses = losses_of(folder, settings["steps"])
     lora = f"{plan.name}.safetensors"
-    shutil.copyfile(comfy.base / "output" / "loras" / lora, out / lora)
+    shutil.copyfile(output / "loras" / lora, out / lora)
     (out / "workflow.json").write_text(json.dumps(plan.prompt, indent=1), encoding="utf-8")
 
     measured = measure(comfy, plan, lora)
-    pictures = draw(comfy, plan, lora)
+    pictures = draw(comfy, plan, output, lora)
     columns = [
         Column(text, f"{'in' if text in plan.trained_texts else 'not in'} the training set", images)
         for text, images in zip(plan.texts, pictures)
@@ -305,7 +323,7 @@ def measure(comfy: Server, plan: Plan, lora: str) -> dict[str, float]:
     return {name: float(outputs[node]["text"][0].split()[-1]) for name, node in nodes.items()}
 
 
-def draw(comfy: Server, plan: Plan, lora: str) -> list[list[Image.Image]]:
+def draw(comfy: Server, plan: Plan, output: Path, lora: str) -> list[list[Image.Image]]:
     """Return a picture of every text at every strength of the LoRA: [text][variant]."""
     say(f"Drawing {len(plan.texts)} prompts without and with the LoRA")
     prompt, nodes = prompts.grid(plan.prompt, lora, plan.texts)
@@ -314,7 +332,7 @@ def draw(comfy: Server, plan: Plan, lora: str) -> list[list[Image.Image]]:
 
     def picture(node: str) -> Image.Image:
         image = outputs[node]["images"][0]
-        with Image.open(comfy.base / "output" / image["subfolder"] / image["filename"]) as file:
+        with Image.open(output / image["subfolder"] / image["filename"]) as file:
             return file.convert("RGB")
 
     return [[picture(node) for node in row] for row in nodes]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from comfy.model_management import get_torch_device
 
 from graft.tests import card
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.config import MemoryConfig
 from graft.training.loop import train
+from graft.training.memory.checkpointing import MODES
+from graft.training.memory.offload import SMALLEST_INPUT
 
 from .test_families import CONFIG, Samples
 from .tiny_models import TINY
@@ -29,6 +33,19 @@ def test_a_step_waits_for_the_device_only_where_the_network_does_and_at_its_end(
     train(denoiser, Samples(TINY[name]), config, None, steps=4, on_step=on_step)
     loss_and_norm = ["number", "number"]
     assert steps[-1] == forward(denoiser, TINY[name].batch()) + loss_and_norm
+
+
+@pytest.mark.skipif(card.DEVICE == "cpu", reason="on the CPU, host memory is no other")
+def test_inputs_that_wait_in_host_memory_leave_the_device():
+    h = torch.ones(SMALLEST_INPUT, device=get_torch_device(), requires_grad=True)
+    x, inputs = h, []
+    for _ in range(3):
+        h = h * 1
+        inputs.append(weakref.ref(h))
+        h = MODES["block-offload"](torch.square, h)
+    assert [there() for there in inputs] == [None] * 3
+    h.sum().backward()
+    assert x.grad.cpu().eq(8).all()
 
 
 def forward(denoiser, batch):

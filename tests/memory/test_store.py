@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from graft.tests.adapters.cases import adapter_config, train_config
 from graft.tests.memory.helpers import step_gradients
@@ -16,7 +17,7 @@ from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.layer import LayerSpec
 from graft.training.memory import offload
 from graft.training.memory.live import LiveTensors
-from graft.training.memory.offload import Ring, StreamCopier, inputs_on_host
+from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, inputs_on_host
 from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
 from graft.training.memory.store import STORES, Store, bytes_of
 
@@ -141,6 +142,45 @@ def test_a_ring_learns_the_order_of_a_step_and_copies_ahead():
         assert key in made.on_the_way
         assert int(made.fetch(key)[0]) == key
     assert sum(what == "begin" for what, _ in made.copier.log) == len(step)  # nothing is copied twice
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 8])
+def test_a_ring_knows_a_block_that_is_computed_again_from_its_first_time(layers, monkeypatch):
+    blocks = [range(first, first + layers) for first in range(0, 5 * layers, layers)]
+    step = [(key, False) for block in blocks for key in block]
+    for block in reversed(blocks):
+        step += [(key, True) for key in (*block, *reversed(block))]
+    made, late = ring(5 * layers, ahead=layers), 0
+    passes = iter([backward for _, backward in step * 4])
+    monkeypatch.setattr(offload, "in_backward_pass", lambda: next(passes))
+    for key, _ in step * 3:
+        assert int(made.fetch(key)[0]) == key
+    made.copier.log.clear()
+    for key, _ in step:
+        late += key not in made.on_the_way
+        made.fetch(key)
+    begun = sum(what == "begin" for what, _ in made.copier.log)
+    assert begun == len(step), "something was copied that nobody asked for"
+    assert late <= 5, "at most where a block turns, the same weight is asked for twice in a row"
+
+
+def test_compiled_code_fetches_as_any_other():
+    made = ring(3, ahead=1)
+    compute = torch.compile(lambda key: made.fetch(key) + 1, backend="eager")
+    assert [int(compute(key)) for key in (0, 1, 2) * 3] == [1, 2, 3] * 3
+    assert sum(what == "begin" for what, _ in made.copier.log) == 10
+
+
+def test_autograd_is_at_work_in_a_backward_pass_and_in_what_is_computed_again_there():
+    seen = []
+
+    def layer(x):
+        seen.append(in_backward_pass())
+        return x * x
+
+    y = checkpoint(layer, torch.ones(1, requires_grad=True), use_reentrant=False)
+    y.backward()
+    assert seen == [False, True]
 
 
 def test_a_ring_never_holds_more_than_it_may():

@@ -73,7 +73,8 @@ class StreamCopier:
 class Ring:
     """Host tensors that are on the device when they are asked for, if they are asked for in a known order.
 
-    Remembers what followed each pair of fetches: pairs tell the forward pass from its reverse, the backward.
+    Remembers what followed each pair of fetches. Pairs tell computing forwards from backwards; a block that
+    is computed again in the backward pass is told from its first time by the pass that a fetch is made in.
     """
 
     def __init__(self, copier: Copier, ahead: int) -> None:
@@ -81,7 +82,8 @@ class Ring:
         self.ahead = ahead
         """Bytes that may be on their way before they are asked for."""
         self.host: dict[Hashable, Tensor] = {}
-        self.follows: dict[tuple[Hashable, Hashable], Hashable] = {}
+        self.follows: dict[tuple[Hashable, Hashable], tuple[Hashable, bool]] = {}
+        """Two fetches -> the one behind them: its key, and whether it is made in a backward pass."""
         self.on_the_way: dict[Hashable, Any] = {}
         self.before: tuple[Hashable, Hashable] = (None, None)
 
@@ -95,27 +97,37 @@ class Ring:
         self.on_the_way.clear()
         self.host.clear()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def fetch(self, key: Hashable) -> Tensor:
         """Return the tensor on the device, and start copying what came after it before."""
         ticket = self.on_the_way.pop(key, None)
         if ticket is None:
             self.on_the_way.clear()  # the order is another one
             ticket = self.copier.begin(self.host[key])
-        self.follows[self.before] = key
-        self.before = (self.before[1], key)
+        this = (key, in_backward_pass())
+        self.follows[self.before] = this
+        self.before = (self.before[1], this)
         self._look_ahead()
         return self.copier.finish(ticket)
 
     def _look_ahead(self) -> None:
         pair, room = self.before, self.ahead
         for _ in range(len(self.host)):
-            key = self.follows.get(pair)
-            room -= self.host[key].nbytes if key is not None else 0
-            if key is None or room < 0:
+            following = self.follows.get(pair)
+            if following is None:
+                return
+            key = following[0]
+            room -= self.host[key].nbytes
+            if room < 0:
                 return
             if key not in self.on_the_way:
                 self.on_the_way[key] = self.copier.begin(self.host[key])
-            pair = (pair[1], key)
+            pair = (pair[1], following)
+
+
+def in_backward_pass() -> bool:
+    """Say whether autograd is at work, as torch's own checkpointing asks it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def has_streams(device: torch.device) -> bool:
@@ -210,8 +222,11 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
         device, host = saved
         return host.to(device, non_blocking=True)  # type: ignore[no-any-return]
 
-    with saved_tensors_hooks(pack, unpack):
-        yield
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        moved.clear()  # what is saved keeps `pack`, and with it the inputs themselves
 
 
 def is_worth_moving(tensor: Tensor) -> bool:

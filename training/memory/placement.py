@@ -23,7 +23,7 @@ from .checkpointing import checkpointed
 from .compiling import compiled, is_compile_error
 from .in_place import CHANGED, is_changed_in_place
 from .plan import Plan
-from .usage import limited_to
+from .usage import forget_peak, limited_to
 
 T = TypeVar("T")
 
@@ -97,9 +97,12 @@ class Placement:
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """Give the base back to its owner for the duration of the context, as it was."""
+        """Give the base back to its owner for the duration of the context, as it was; what that takes of the
+        device is not counted as the run's.
+        """
         self.__exit__(None, None, None)
         yield
+        forget_peak(self.denoiser.device)
         self.__enter__()
 
     def retrying(self, compute: Callable[[], T]) -> T:
