@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from graft.tests.adapters.cases import adapter_config
 from graft.training.checkpoint import load_state, save_state
 from graft.training.config import EmaConfig, ValidationConfig
 from graft.training.ema import decay_at
@@ -50,12 +51,20 @@ def test_the_average_resumes_exactly(tmp_path):
     assert all(torch.equal(resumed.ema[name], whole.ema[name]) for name in whole.ema)
 
 
+def test_what_is_not_trained_is_no_part_of_the_average_and_of_what_is_saved(tmp_path):
+    config = dataclasses.replace(AVERAGED, adapter=adapter_config("pissa"))
+    state = train(steps=2, config=config)
+    assert state.ema and state.ema.keys() == {name for name in state.weights if name[-1] != "0"}
+    save_state(state, tmp_path)
+    assert load_state(tmp_path).result().keys() == state.weights.keys()
+
+
 def test_either_set_of_weights_can_be_saved():
     state = train(steps=4, config=AVERAGED)
-    assert state.result() is state.ema and state.result(average=False) is state.weights
+    assert state.result() == state.ema and state.result(average=False) is state.weights
     assert state.ema.keys() == state.weights.keys()
     plain = train(steps=1)
-    assert plain.result() is plain.weights
+    assert plain.result() == plain.weights
 
 
 def test_a_run_is_measured_by_the_weights_that_are_saved():

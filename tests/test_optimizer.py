@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from graft.tests.adapters.cases import adapter_config
 from graft.training.checkpoint import load_state, save_state
 from graft.training.config import AdapterConfig, EmaConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.loop import initial_state
 from graft.training.optimizer import (
     OPTIMIZERS,
     build_optimizer,
@@ -20,6 +22,7 @@ from graft.training.optimizer import (
     save_optimizer,
     set_lr,
 )
+from graft.training.work import Work
 
 from .test_laws import assert_same
 from .test_laws import run as train
@@ -244,6 +247,14 @@ def test_bf16_weights_are_rounded_in_training_and_resume_bit_equal(tmp_path):
         assert all(torch.equal(w.bfloat16().float(), w) and w.dtype == torch.float32 for w in trained)
         save_state(state, tmp_path)
         assert_same(train(load_state(tmp_path), steps=3, config=config), train(steps=6, config=config))
+
+
+def test_what_starts_from_the_base_starts_at_nothing_in_bf16_too():
+    adapter = adapter_config("pissa")
+    config = TrainConfig(adapter=adapter, optimizer=settings("adamw", weights="bf16"))
+    denoiser = TinyDenoiser()
+    work = Work(denoiser, config, initial_state(denoiser, config), {})
+    assert all(not adapter.product().any() for adapter in work.adapters.values())
 
 
 def test_bf16_weights_learn_what_float32_weights_learn():

@@ -68,7 +68,7 @@ class TrainState:
     notes: Mapping[str, str] = field(default_factory=dict)
     """What the LoRA file's metadata says and training ignores: trigger word, data set, settings."""
     ema: Mapping[str, Tensor] = field(default_factory=dict)
-    """Moving average of `weights`, by the same names; empty when the run keeps none."""
+    """Moving average of those of `weights` that are trained; empty when the run keeps none."""
     validations: tuple[tuple[int, float], ...] = ()
     """(step, loss on the held-out images) of every measurement."""
     validated_on: str = ""
@@ -78,7 +78,7 @@ class TrainState:
 
     def result(self, *, average: bool = True) -> Mapping[str, Tensor]:
         """Return the weights to save: the moving average where the run keeps one and `average` is on."""
-        return self.ema if average and self.ema else self.weights
+        return {**self.weights, **self.ema} if average else self.weights
 
 
 def best_step(validations: Sequence[tuple[int, float]]) -> int:

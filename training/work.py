@@ -46,7 +46,7 @@ class Work:
         self.weights = named_parameters(self.adapters)
         self.parameters = {name: p for name, p in self.weights.items() if p.requires_grad}
         """The trained ones of `weights`."""
-        for parameter in self.parameters.values():
+        for parameter in self.weights.values():
             parameter.data = parameter.data.to(DTYPES[config.optimizer.weights])
         scales = lr_scales(self.adapters, config.adapter)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
@@ -95,7 +95,7 @@ class Work:
             weights=weights,
             optimizer=save_optimizer(self.optimizer, self.config.optimizer),
             losses=tuple(self.losses),
-            ema={**weights, **_copy(self.ema)} if self.ema else {},
+            ema=_copy(self.ema),
             validations=tuple(self.validations),
             loss_scale=self.loss_scale,
         )

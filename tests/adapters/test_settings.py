@@ -99,6 +99,11 @@ def test_learning_rates_follow_patterns_and_the_lora_plus_ratio():
     assert scales.keys() == named_parameters(adapters).keys()
 
 
+def test_the_lora_plus_ratio_holds_for_what_starts_from_the_base():
+    scales = lr_scales(*built(init="pissa", lora_plus_ratio=16.0))
+    assert scales["blocks.0.mlp.down"] == 1.0 and scales["blocks.0.mlp.up"] == 16.0
+
+
 def test_every_learning_rate_is_plain_by_default():
     assert set(lr_scales(*built()).values()) == {1.0}
 

@@ -32,7 +32,7 @@ class Adapter(nn.Module):
     suffixes: ClassVar[Mapping[str, str]]
     """Parameter name -> suffix of its key in a LoRA file."""
     starts_at_zero: ClassVar[tuple[str, ...]]
-    """Parameters that `initialise` leaves at 0: the ones that LoRA+ trains faster."""
+    """Parameters that `initialise` leaves at 0, but for PiSSA's: the ones that LoRA+ trains faster."""
     padded_with_zeros: ClassVar[tuple[str, ...]]
     """Parameters whose further rank components must be 0 for a larger rank to give the same difference."""
     needs_base: ClassVar[bool] = False

@@ -21,7 +21,6 @@ class PiSSA(LoRA):
     """LoRA's factors, and `down0`, `up0`: their start values, parameters that are not trained."""
 
     needs_base = True
-    starts_at_zero = ()
     is_two_factors = False
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
@@ -70,6 +69,7 @@ def principal(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Te
     Small matrices exactly; large ones by subspace iteration, whose error is far below what training moves
     (Halko et al. 2011, arXiv:0909.4061, algorithm 4.4).
     """
+    matrix = decomposable(matrix)
     rank = min(rank, *matrix.shape)
     if min(matrix.shape) <= 4 * rank or min(matrix.shape) <= 256:
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
@@ -80,3 +80,8 @@ def principal(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Te
     q = torch.linalg.qr(matrix @ sketch)[0]
     u, s, v = torch.linalg.svd(q.T @ matrix, full_matrices=False)
     return (q @ u)[:, :rank], s[:rank], v[:rank]
+
+
+def decomposable(matrix: Tensor) -> Tensor:
+    """Return a matrix in float32 where PyTorch can decompose it: not on Apple's or Intel's cards."""
+    return matrix.float() if matrix.device.type in ("cpu", "cuda") else matrix.cpu().float()

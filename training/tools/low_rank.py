@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..adapters.pissa import principal
+from ..adapters.pissa import decomposable, principal
 
 
 def best_factors(
@@ -18,9 +18,9 @@ def best_factors(
     (`principal`), which leaves at most a hundredth of a percent more than the best.
     """
     if energy is None and rank is not None:
-        u, s, v = principal(matrix.float(), rank, torch.Generator().manual_seed(0))
+        u, s, v = principal(matrix, rank, torch.Generator().manual_seed(0))
         return _split(u, s, v, rank)
-    u, s, v = torch.linalg.svd(matrix.float(), full_matrices=False)
+    u, s, v = torch.linalg.svd(decomposable(matrix), full_matrices=False)
     return _split(u, s, v, _kept(s, rank, energy))
 
 
@@ -28,8 +28,8 @@ def best_of_product(
     up: Tensor, down: Tensor, *, rank: int | None = None, energy: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `best_factors(up @ down)`, at the cost of the factors' own rank: the product is never formed."""
-    q_up, r_up = torch.linalg.qr(up.float())
-    q_down, r_down = torch.linalg.qr(down.float().T)
+    q_up, r_up = torch.linalg.qr(decomposable(up))
+    q_down, r_down = torch.linalg.qr(decomposable(down).T)
     u, s, v = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
     return _split(q_up @ u, s, v @ q_down.T, _kept(s, rank, energy))
 
