@@ -196,10 +196,8 @@ def run_tests(tests: Sequence[str]) -> dict[str, str]:
 def victim(folder: str, optimizer: str, steps: str, inside: str) -> None:
     """Train until killed, or until a call ("replace:7": before or after the seventh rename) kills it."""
     if inside:
-        from graft.training import checkpoint
-
         name, _, count = inside.partition(":")
-        left, function = [int(count)], getattr(checkpoint.os, name)
+        left, function = [int(count)], getattr(os, name)
 
         def deadly(*args: Any) -> Any:
             left[0] -= 1
@@ -210,7 +208,7 @@ def victim(folder: str, optimizer: str, steps: str, inside: str) -> None:
                 die()
             return result
 
-        setattr(checkpoint.os, name, deadly)
+        setattr(os, name, deadly)
     print("ready", flush=True)
     train(Path(folder), optimizer, int(steps))
 

@@ -22,11 +22,12 @@ from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
 from ..training.headless.server import (
     GRAFT,
+    ComfyUIError,
     PromptError,
     Server,
     comfyui_version,
     find_comfyui,
-    has_cuda,
+    has_card,
     server,
 )
 from ..training.headless.terminal import Bar, say
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if args.checkpoint and not args.cpu and not has_cuda():
+    if args.checkpoint and not args.cpu and not has_card():
         say("PyTorch finds no graphics card here: the processor trains, a model of full size for days.")
     comfyui = find_comfyui()
     say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with server(comfyui, base, options=options, cpu=args.cpu or None) as comfy:
                 report = make_report(comfy, plan, output, out, began)
-        except PromptError as error:
+        except (PromptError, ComfyUIError) as error:
             raise ValueError(f"{error}\nComfyUI's own words are in {out / 'comfyui.log'}.") from error
         finally:
             if (base / "comfyui.log").exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ def test_a_save_that_breaks_at_any_moment_leaves_the_state_before_or_after(
         return call
 
     monkeypatch.setattr(checkpoint, "save_file", breaking(checkpoint.save_file))
-    monkeypatch.setattr(checkpoint.os, "replace", breaking(checkpoint.os.replace))
-    monkeypatch.setattr(checkpoint.os, "fsync", breaking(checkpoint.os.fsync))
+    monkeypatch.setattr(os, "replace", breaking(os.replace))
+    monkeypatch.setattr(os, "fsync", breaking(os.fsync))
     broke = False
     try:
         save_state(later, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import json
 import logging
 import shutil
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from graft.training import lock
 from graft.training import run as run_module
 from graft.training.checkpoint import open_state
 from graft.training.config import (
@@ -223,6 +225,14 @@ def test_one_run_is_not_trained_twice_at_a_time(tmp_path):
     with locked(tmp_path), pytest.raises(ValueError, match="being trained already, by process"):
         go(tmp_path, 1)
     assert go(tmp_path, 1).step == 1
+
+
+def test_a_drive_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch, caplog):
+    def without_locks(file):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "_lock", without_locks)
+    assert go(tmp_path, 1).step == 1 and "cannot be locked" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_any_step(tmp_path):

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,9 @@ from torch import Tensor
 
 from .config import AdapterConfig, from_dict, to_dict
 from .state import LossScale, OptimizerState, TrainState
+from .whole_file import commit, remove_leftovers, temporary_in, whole_file
 
 FORMAT = 1
-TEMPORARY = ".writing-"
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,14 @@ def save_state(state: TrainState, folder: Path) -> StateHandle:
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
-    try:
+    with temporary_in(folder) as temporary:
         _save_tensors({name: tensor.contiguous() for name, tensor in _tensors(state).items()}, temporary)
         digest = _digest(temporary, _values(state))
         tensors = folder / f"state-{digest[:16]}.safetensors"
         if not tensors.exists() or _digest(tensors, _values(state)) != digest:
-            _commit(temporary, tensors)
-        text = json.dumps(
-            {"format": FORMAT, "digest": digest, "tensors": tensors.name, **_values(state)}, indent=1
-        )
-        temporary.write_text(text, encoding="utf-8")
-        _commit(temporary, folder / "state.json")
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            commit(temporary, tensors)
+    values = {"format": FORMAT, "digest": digest, "tensors": tensors.name, **_values(state)}
+    write_text(folder / "state.json", json.dumps(values, indent=1))
     for old in folder.glob("state-*.safetensors"):
         if old != tensors:
             # Windows keeps what is mapped into memory; the next save removes it.
@@ -141,13 +132,6 @@ def size_in_bytes(state: TrainState) -> int:
     return tensors + 32 * len(state.losses) + 256 * len(state.weights)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed `save_state` left half-written in `folder`."""
-    for path in folder.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
 def remove_state(folder: Path) -> None:
     """Remove a state and its folder; killed in between, it leaves a folder without a state."""
     with contextlib.suppress(OSError):
@@ -171,13 +155,8 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    try:
+    with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        _commit(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -186,20 +165,6 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(tensors), path)
     except SafetensorError as error:
         raise OSError(f"{path.parent}: {error}") from error
-
-
-def _commit(temporary: Path, path: Path) -> None:
-    """Give a finished file its name, once its contents and then the name itself are on the disk."""
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if hasattr(os, "O_DIRECTORY"):  # elsewhere (Windows) a folder cannot be opened, nor need it be
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with contextlib.suppress(OSError):  # some network drives cannot
-                os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:

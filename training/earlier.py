@@ -15,7 +15,7 @@ from typing import Any
 
 from .checkpoint import StateHandle
 from .config import TrainConfig, from_dict, to_dict
-from .run import Run, is_end, latest, newest
+from .run import Run, is_end, saved_steps
 
 SHOWN = 4
 """Differences that are listed."""
@@ -25,20 +25,21 @@ def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None, last
     """Return a sentence when `run`, asked for step `last`, was ended before that by Finish, or has no
     checkpoint to go on from, and the last run of its name has; none where the state `start` comes from it.
     """
-    found = latest(run, start.step if start else 0, last)
-    if found is not None and found.step < last and is_end(found, last):
-        return [f"ended by Finish at step {found.step}; it goes on when more steps are asked for than then."]
-    if newest(run) is not None:
+    saved = saved_steps(run)
+    step = max((step for step in saved if step <= last), default=last)
+    if step < last and is_end(run, step, last):
+        return [f"ended by Finish at step {step}; it goes on when more steps are asked for than then."]
+    if saved:
         return []
     others = [Run(path.parent) for path in run.folder.parent.glob(f"{run.name}-*/config.json")]
     for other in sorted(others, key=_changed_at, reverse=True):
-        reached = newest(other) if other.name == run.name else None
-        if reached is None:
+        reached = saved_steps(other) if other.name == run.name else []
+        if not reached:
             continue
         if start is not None and other.folder in start.path.parents:
             return []
         return [
-            f"this is a new run, not more steps of {other.folder.name} (step {reached.step}): "
+            f"this is a new run, not more steps of {other.folder.name} (step {reached[-1]}): "
             f"{differences(_read(other), _flat(config))}. To go on from there, load that name with Load "
             "Training State and connect it to start."
         ]

@@ -6,6 +6,8 @@ behind; the process number in the file is for people.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+log = logging.getLogger(__name__)
+
 NAME = "lock"
+HELD = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
+"""What systems say of a lock that another process has; anything else is a drive without locks."""
 PLACE = 1 << 20
 """Byte that is locked: behind the text, as Windows lets nobody read a locked byte."""
 
@@ -33,10 +39,13 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             _lock(file)
         except OSError as error:
-            raise ValueError(
-                f"{folder.name}: this run is being trained already, by process {_owner(folder)}; wait "
-                "for it, or give this one another name or seed."
-            ) from error
+            if error.errno not in HELD:
+                log.warning("Graft: %s cannot be locked (%s); train it once at a time.", folder, error)
+            else:
+                raise ValueError(
+                    f"{folder.name}: this run is being trained already, by process {_owner(folder)}; wait "
+                    "for it, or give this one another name or seed."
+                ) from error
         try:
             with suppress(OSError):  # a full disk is no reason not to train
                 file.truncate(0)
@@ -44,7 +53,8 @@ def locked(folder: Path) -> Iterator[None]:
                 file.flush()
             yield
         finally:
-            _unlock(file)
+            with suppress(OSError):
+                _unlock(file)
 
 
 def _owner(folder: Path) -> str:

@@ -28,7 +28,6 @@ from .checkpoint import (
     StateHandle,
     open_state,
     read_values,
-    remove_leftovers,
     remove_state,
     save_state,
     size_in_bytes,
@@ -44,6 +43,7 @@ from .metadata import lora_metadata, write_lora
 from .model import Dataset, Denoiser, Samples
 from .signals import raise_if_asked, saving_run
 from .state import TrainState, best_step
+from .whole_file import remove_leftovers
 from .work import MidStep
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def execute(
     with locked(run.folder), saving_run():
         tidy(run)
         newest = latest(run, first, target)
-        if newest and is_end(newest, target):
+        if newest and is_end(run, newest.step, target):
             log.info("Graft: step %d of this run is already trained; nothing to do.", newest.step)
             distributed.share(None)
             return hand_on(run, newest, start, config)
@@ -172,7 +172,7 @@ def execute(
         reached = saved or resume
         assert reached is not None, "a fresh run ends after at least one step"
         if watch.stopped:
-            finish(reached, target)
+            finish(run, reached.step, target)
         return hand_on(run, reached, start, config)
 
 
@@ -216,6 +216,11 @@ def latest(run: Run, first: int, target: int) -> StateHandle | None:
 def newest(run: Run) -> StateHandle | None:
     """Return the run's newest sound checkpoint."""
     return latest(run, -1, max(_checkpoints(run), default=0))
+
+
+def saved_steps(run: Run) -> list[int]:
+    """Return the steps of the run's checkpoints in order, without a look at what is in them."""
+    return sorted(_checkpoints(run))
 
 
 def run_of(handle: StateHandle) -> Run | None:
@@ -277,20 +282,20 @@ def hand_on(run: Run, handle: StateHandle, start: StateHandle | None, config: Tr
     return handle
 
 
-def finish(handle: StateHandle, target: int) -> None:
-    """Note that Finish ended a run here, of which step `target` had been asked for."""
+def finish(run: Run, step: int, target: int) -> None:
+    """Note that Finish ended the run at `step`, of which step `target` had been asked for."""
     with suppress(OSError):
-        (handle.path / FINISHED).write_text(str(target), encoding="utf-8")
+        (run.checkpoint(step) / FINISHED).write_text(str(target), encoding="utf-8")
 
 
-def is_end(handle: StateHandle, target: int) -> bool:
-    """Say whether a run to step `target` ends with this state: it is that step, or Finish was pressed here in
-    a run that was to be as long or longer.
+def is_end(run: Run, step: int, target: int) -> bool:
+    """Say whether the run to step `target` ends at `step`: they are one, or Finish was pressed there when the
+    run was to be as long or longer.
     """
-    if handle.step == target:
+    if step == target:
         return True
     try:
-        return target <= int((handle.path / FINISHED).read_text(encoding="utf-8"))
+        return target <= int((run.checkpoint(step) / FINISHED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
 
@@ -304,7 +309,8 @@ KEPT = "kept"
 
 def tidy(run: Run) -> None:
     """Remove what a killed run left half-written: files of temporary names, and folders without a state."""
-    remove_leftovers(run.folder)
+    for folder in (run.folder, run.folder / "loras", run.folder / "samples"):
+        remove_leftovers(folder)
     for folder in _checkpoints(run).values():
         remove_leftovers(folder)
         if not (folder / "state.json").exists():

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .config import require
+from .whole_file import remove_leftovers, whole_file
 
 LARGEST_HEADER = 100_000_000
 """Bytes: the format's own limit."""
@@ -129,10 +127,10 @@ def write_streaming(
         header[name] = {"dtype": entry.format, "shape": list(entry.shape), "data_offsets": span}
     head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
-    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        remove_leftovers(path.parent, hours=24)
+        with whole_file(path) as temporary, temporary.open("xb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
             for name in order:
                 data = content(name)
@@ -140,14 +138,8 @@ def write_streaming(
                     f"{name}: {len(data)} bytes instead of {entries[name]}"
                 )
                 file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise OSError(f"{path}: cannot be written ({error.strerror or error}).") from error
-    finally:
-        with suppress(OSError):  # the folder is a file, or gone
-            temporary.unlink(missing_ok=True)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

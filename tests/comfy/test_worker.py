@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -175,8 +176,26 @@ def test_cancel_asks_the_processes_to_save_and_end(processes, tmp_path, monkeypa
 
 
 @posix
+def test_cancel_asks_the_process_that_keeps_the_run_and_gives_it_time(processes, tmp_path, monkeypatch):
+    """torchrun passes on what it gets, and ends its processes by force soon after."""
+    keeper = f"trap 'touch {tmp_path}/asked; sleep 1; touch {tmp_path}/saved; exit 1' TERM; "
+    keeper += f"touch {tmp_path}/there; while :; do sleep 0.1; done"
+    processes(f"trap 'kill -9 $!; exit 1' TERM; RANK=0 sh -c \"{keeper}\" & wait; wait; exit 1")
+
+    def cancel():
+        if (tmp_path / "there").exists():
+            raise comfy.model_management.InterruptProcessingException
+
+    monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        train(tmp_path)
+    assert (tmp_path / "saved").exists()
+
+
+@posix
 def test_finish_ends_the_processes_and_queueing_again_starts_none(processes, tmp_path):
-    go(tmp_path, 2)
+    go(tmp_path, 3)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")  # the log is ahead of what was saved
     processes("sleep 100")
     assert workers.train(Run(tmp_path), {"5": {}}, "5", 2, 0, 10, lambda progress: STOP) == 2
     processes("exit 3")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..family import Family
 from ..loop import STOP, OnStep, Progress
 from ..memory.placement import is_out_of_memory
 from ..state import TrainState
+from ..whole_file import whole_file
 from .at_rest import unload
 from .output import with_lora
 
@@ -234,6 +234,5 @@ def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:
         info.add_text(name, value if isinstance(value, str) else json.dumps(value))
     image.save(file, "png", pnginfo=info)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".writing")
-    temporary.write_bytes(file.getvalue())
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(file.getvalue())

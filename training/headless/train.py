@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..job import DATASETS, Job, model_paths, read_job
-from .server import OnEvent, PromptError, Server, comfyui_version, find_comfyui, server
+from .server import ComfyUIError, OnEvent, PromptError, Server, comfyui_version, find_comfyui, server
 from .terminal import Bar, say
 
 SECONDS_TO_SAVE = 600.0
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 reporting(job) as on_event,
             ):
                 train(comfy, job, on_event)
-        except PromptError as error:
+        except (PromptError, ComfyUIError) as error:
             log = job.output / f"{job.name}.comfyui.log"
             shutil.copyfile(base / "comfyui.log", log)
             raise ValueError(f"{error}\nComfyUI's own words are in {log}.") from error
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(comfy: Server, job: Job, on_event: OnEvent) -> None:
-    """Queue the job's graph and wait for it; on Ctrl-C until the run is saved."""
+    """Queue the job's graph and wait for it; on Ctrl-C, or when asked to end, until the run is saved."""
     queued = comfy.post(job.prompt, extra_data(job))
     try:
         comfy.wait(queued, on_event)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         say("\nSaving the run; the same command goes on from there.")
         comfy.interrupt()
         with suppress(PromptError):

@@ -21,7 +21,7 @@ from ..job import read_job
 from ..job_graph import Prompt, of_kind
 from . import train
 from .executor import Executor, set_up_comfyui
-from .server import find_comfyui, has_cuda
+from .server import find_comfyui, has_card
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,6 @@ def _task(
         return task, json.loads(args.comfyui_options), {}
     job = read_job(args.job)
     output = ["--output-directory", str(job.output)]
-    cpu = ["--cpu"] if job.device == "cpu" or not has_cuda() else []
+    cpu = ["--cpu"] if job.device == "cpu" or not has_card() else []
     options = ["--base-directory", str(base), *output, *train.files(job, comfyui, base), *cpu]
     return job.prompt, options, train.extra_data(job)

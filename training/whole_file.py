@@ -1,0 +1,54 @@
+"""Files that are whole or not there: written under a temporary name beside their own, then renamed."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+TEMPORARY = ".writing-"
+"""How the names of files begin that are not whole yet."""
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path to write to; left without an error, the file there gets the name `path`."""
+    with temporary_in(path.parent) as temporary:
+        yield temporary
+        commit(temporary, path)
+
+
+@contextmanager
+def temporary_in(folder: Path) -> Iterator[Path]:
+    """Yield a path in `folder`, and remove what is still there in the end."""
+    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        yield temporary
+    finally:
+        with suppress(OSError):  # the folder is a file, or gone
+            temporary.unlink(missing_ok=True)
+
+
+def commit(temporary: Path, path: Path) -> None:
+    """Give a written file its name, once its contents and then the name itself are on the disk."""
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    if hasattr(os, "O_DIRECTORY"):  # elsewhere (Windows) a folder cannot be opened, nor need it be
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with suppress(OSError):  # some network drives cannot
+                os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def remove_leftovers(folder: Path, *, hours: float = 0.0) -> None:
+    """Remove what a killed process left half-written in `folder`, so many hours ago or longer."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):
+            if not hours or path.stat().st_mtime <= time.time() - 3600 * hours:
+                path.unlink()
