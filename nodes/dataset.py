@@ -122,6 +122,7 @@ class DatasetFromImages(io.ComfyNode):
             display_name="Dataset From Images",
             description="Images from the graph, with one caption a line or one for all.",
             search_aliases=["graft", "batch", "captions"],
+            is_input_list=True,  # nodes that load a folder give a list, which is one dataset and not many
             inputs=[
                 io.Image.Input("images"),
                 io.String.Input(
@@ -140,14 +141,16 @@ class DatasetFromImages(io.ComfyNode):
     @classmethod
     def execute(
         cls,
-        images: Any,
-        captions: str,
-        masks: Any = None,
-        dataset_settings: DatasetConfig | None = None,
-        **widgets: Any,
+        images: list[Any],
+        captions: list[str],
+        masks: list[Any] | None = None,
+        dataset_settings: list[DatasetConfig] | None = None,
+        **widgets: list[Any],
     ) -> io.NodeOutput:
-        config = _config(dataset_settings, **widgets)
-        found = data.from_images(images, captions.splitlines() or [""], masks, config)
+        only = {name: values[0] for name, values in widgets.items()}
+        config = _config(dataset_settings[0] if dataset_settings else None, **only)
+        texts = captions if len(captions) > 1 else captions[0].splitlines() or [""]
+        found = data.from_images(images, texts, masks, config)
         return io.NodeOutput(found, ui={"text": [data.summary(found)]})
 
 

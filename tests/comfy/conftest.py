@@ -91,7 +91,13 @@ def graft_nodes():
     """ComfyUI's node table in this process, with Graft loaded as a custom node: id -> class."""
     import nodes
 
-    for extra in ("nodes_sd3.py", "nodes_flux.py", "nodes_model_advanced.py", "nodes_train.py"):
+    for extra in (
+        "nodes_sd3.py",
+        "nodes_flux.py",
+        "nodes_model_advanced.py",
+        "nodes_train.py",
+        "nodes_rebatch.py",
+    ):
         asyncio.run(
             nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import comfy.model_management
 import comfy.model_sampling
 import pytest
 import torch
 
 from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.fingerprint import fingerprint
+from graft.training.comfy.fingerprint import fingerprint, settings
 
 from .tiny_models import TINY
 
@@ -62,6 +64,54 @@ def test_a_lora_on_the_model_counts_with_its_strength_and_its_numbers():
         with_difference(patcher, seed=1),
     ]
     assert len({fingerprint_of(each) for each in found}) == len(found)
+
+
+class AsInGGUF(torch.nn.Linear):
+    """ComfyUI-GGUF's layers say of their state that it lies nowhere, and how large the largest is."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = torch.empty_like(self.weight, device="meta")
+        destination["temp.weight"] = torch.empty(1, device="meta")
+
+
+def gguf_layer(numbers):
+    layer = AsInGGUF(4, 4, bias=False)
+    weight = torch.nn.Parameter(torch.full((4, 4), numbers), requires_grad=False)
+    weight.tensor_type = "Q8_0"
+    layer.weight = weight
+    return layer
+
+
+def test_a_packed_weight_counts_with_its_bytes():
+    found = [fingerprint(gguf_layer(numbers)) for numbers in (1.0, 1.0, 2.0)]
+    assert found[0] == found[1] != found[2]
+
+
+def patched(strength, kind="attn1_output_patch"):
+    """A MODEL with a function in its network, as FreeU makes it."""
+    patcher, table = TINY["sd35m"]().clone(), {320: (strength, 0.2)}
+
+    def scale(x, options):
+        return x * table[320][0]
+
+    getattr(patcher, f"set_model_{kind}")(scale)
+    return patcher
+
+
+def test_functions_in_the_network_count_with_what_they_were_made_with():
+    plain = fingerprint_of(TINY["sd35m"]())
+    found = [fingerprint_of(patched(strength)) for strength in (1.1, 1.1, 1.3)]
+    assert found[0] == found[1] != found[2] and plain not in found
+
+
+def test_settings_are_found_in_functions_and_objects_that_change_are_not():
+    def itself(depth):
+        return itself(depth - words["depth"])
+
+    words = {"depth": 2, "again": itself, "state": object()}
+    found = list(settings({"a": itself, "b": partial(itself, 3), "c": [True, None]}))
+    assert any(entry.endswith("depth=2") for entry in found) and ".b.args.0=3" in found
+    assert ".c.0=True" in found and not any("object at" in entry for entry in found)
 
 
 def test_the_noise_schedule_counts():

@@ -26,6 +26,9 @@ from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, 
 from graft.training.loop import initial_state, train
 from graft.training.model import Batch
 
+from .test_families import Samples
+from .tiny_models import TINY
+
 CONFIG = TrainConfig(
     batch_size=2,
     adapter=AdapterConfig(rank=4, alpha=2.0),
@@ -172,6 +175,34 @@ def test_an_attention_without_backward_is_never_used(patcher, monkeypatch):
     )
     start, state = initial_state(ComfyDenoiser(patcher), CONFIG), run(patcher, steps=2)
     assert not [name for name in state.weights if torch.equal(start.weights[name], state.weights[name])]
+
+
+def test_a_patch_is_told_what_it_is_told_in_sampling():
+    told, patcher = [], TINY["sdxl"]()
+
+    def look(x, options):
+        told.append(f"{len(options['sigmas'])} {options['cond_or_uncond']} {len(options['uuids'])}")
+        return x
+
+    patcher.set_model_attn2_output_patch(look)
+    train(ComfyDenoiser(patcher), Samples(TINY["sdxl"]), CONFIG, None, steps=1)
+    assert set(told) == {"2 [0] 1"}
+
+
+@pytest.mark.parametrize("carries", ["injections", "forced_hooks"])
+def test_what_comfyui_changes_only_while_it_runs_a_model_is_refused(patcher, carries):
+    bypassed = patcher.clone()
+    setattr(bypassed, carries, {"bypass_lora": []})
+    with pytest.raises(ValueError, match="the MODEL carries .*: connect it as it is before that node"):
+        ComfyDenoiser(bypassed)
+
+
+def test_a_network_that_a_node_has_compiled_is_trained_under_its_own_names(patcher):
+    compiled = patcher.clone()
+    network = torch.compile(patcher.model.diffusion_model, backend="eager")
+    compiled.add_object_patch("diffusion_model", network)
+    assert ComfyDenoiser(compiled).specs.keys() == ComfyDenoiser(patcher).specs.keys()
+    assert run(compiled, steps=2).losses == run(patcher, steps=2).losses
 
 
 def test_comfyuis_deterministic_is_strict_while_training_and_nothing_changes_without(patcher):

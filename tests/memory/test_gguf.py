@@ -17,7 +17,8 @@ def raw_of(name, rows=3, blocks=5):
     raw = raw.to(torch.uint8)
     if name == "BF16":
         return torch.randn(rows, blocks).bfloat16().view(torch.uint8)
-    halves = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(name, (0,))
+    two = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+    halves = {**two, "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(name, (0,))
     for number, start in enumerate(halves):
         factor = torch.full((1,), 0.01 * (number + 1), dtype=torch.float16)
         raw[:, start : start + 2] = factor.view(torch.uint8)

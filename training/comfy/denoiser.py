@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -14,6 +15,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from ..config import digest
 from ..family import Family, family_of
 from ..layer import LayerSpec
 from ..memory.store import Store
@@ -21,11 +23,12 @@ from ..model import Batch, Conditioning, HeldBase, Sampling
 from . import weights
 from .at_rest import unload
 from .differentiable import differentiable
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, settings
 from .text_encoders import TextEncoders
 from .versions import training_mode
 
 NETWORK = "diffusion_model"
+ATTENTION = "optimized_attention_override"
 LATENTS = {
     1: ("batch", "channels", "length"),
     2: ("batch", "channels", "height", "width"),
@@ -39,6 +42,7 @@ class ComfyDenoiser:
 
     def __init__(self, patcher: Any, clip: Any = None) -> None:
         """Take a MODEL, and a CLIP where its text encoders are trained too."""
+        require_plain(patcher, "MODEL")
         self.patcher = patcher
         self.model = patcher.model
         self.sampling: Sampling = patcher.get_model_object("model_sampling")
@@ -52,7 +56,7 @@ class ComfyDenoiser:
 
     @cached_property
     def network(self) -> torch.nn.Module:
-        return self.patcher.get_model_object(NETWORK)  # type: ignore[no-any-return]
+        return uncompiled(self.patcher.get_model_object(NETWORK))  # type: ignore[no-any-return]
 
     @cached_property
     def specs(self) -> Mapping[str, LayerSpec]:
@@ -63,7 +67,14 @@ class ComfyDenoiser:
     def fingerprint(self) -> str:
         text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
         parts = (self.network, self.patcher.patches, self.sampling, *text)
-        return fingerprint(*parts, patchers=self._patchers)
+        found = fingerprint(*parts, patchers=self._patchers)
+        options = {name: value for name, value in self._options.items() if name != ATTENTION}
+        return digest(found, *settings(options)) if options else found
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        """What nodes have patched into the network, as FreeU does."""
+        return self.patcher.model_options.get("transformer_options", {})  # type: ignore[no-any-return]
 
     @property
     def _patchers(self) -> tuple[Any, ...]:
@@ -78,7 +89,8 @@ class ComfyDenoiser:
         unload(*self._patchers)
         with ExitStack() as stack:
             stack.enter_context(training_mode())
-            for name, value in {**self.patcher.object_patches, "manual_cast_dtype": dtype}.items():
+            objects = {name: uncompiled(value) for name, value in self.patcher.object_patches.items()}
+            for name, value in {**objects, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
                 kept = Store(store, self.family.blocks, dtype, self.device)
@@ -108,17 +120,14 @@ class ComfyDenoiser:
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        options = {
-            **self.patcher.model_options.get("transformer_options", {}),
-            "optimized_attention_override": sdpa,
-        }
+        options = {**self._options, **ONE_PROMPT, ATTENTION: sdpa}
         samples = self.conditions(x_t, batch)
         groups = together(samples)
         parts = [
             self.model.apply_model(
                 rows(x_t, members),
                 rows(sigma, members),
-                transformer_options=options,
+                transformer_options={**options, "sigmas": rows(sigma, members)},
                 **concatenated([samples[i] for i in members]),
             )
             for members in groups
@@ -166,6 +175,10 @@ class ComfyDenoiser:
         return int(getattr(self.model.latent_format, "spacial_downscale_ratio", 8))
 
 
+ONE_PROMPT = {"cond_or_uncond": [0], "uuids": [uuid.uuid4()]}
+"""What patches are told of a call, as by comfy/samplers.py, calc_cond_batch: it is of one positive prompt."""
+
+
 def together(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Group samples whose conditions ComfyUI would put into one call: captions of one length, say."""
     groups: list[list[int]] = []
@@ -189,6 +202,24 @@ def concatenated(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the conditions of several samples into the arguments of one call."""
     parts = {name: [sample[name] for sample in conditions] for name in conditions[0]}
     return {name: part[0].concat(part[1:]) if len(part) > 1 else part[0].cond for name, part in parts.items()}
+
+
+def require_plain(patcher: Any, what: str) -> None:
+    """Raise ValueError for a MODEL or CLIP that ComfyUI changes only while it samples or encodes."""
+    names = [*getattr(patcher, "injections", {})]
+    if getattr(patcher, "forced_hooks", None) is not None:
+        names.append("hooks")
+    if names:
+        raise ValueError(
+            f"the {what} carries {', '.join(map(str, names))}, which ComfyUI applies only while it runs the "
+            f"{what} itself: connect it as it is before that node; a LoRA by Load LoRA, not by its bypass or "
+            "hook variants."
+        )
+
+
+def uncompiled(value: Any) -> Any:
+    """Return what torch.compile was given, where that is a module: it names its weights otherwise."""
+    return getattr(value, "_orig_mod", value)
 
 
 def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:

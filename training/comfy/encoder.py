@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..family import Family
 from ..model import Conditioning
+from .denoiser import require_plain
 from .fingerprint import fingerprint
 
 
@@ -25,6 +26,7 @@ class ComfyEncoder:
             )
         if vae is None or vae.first_stage_model is None:
             raise ValueError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")
+        require_plain(clip.patcher, "CLIP")
         self.vae, self.clip = vae, clip
         self.bucket_step = family.bucket_step
 

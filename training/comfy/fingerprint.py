@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .at_rest import is_loaded, unload
+from .weights import is_gguf, ordinary
 
 SAMPLED = 16
 """At least so many tensors of each part have their numbers looked at; a file of 24 GB is not read whole."""
@@ -45,12 +48,42 @@ def _sample(tensors: Mapping[str, Tensor]) -> list[str]:
     return names[:: max(1, len(names) // SAMPLED)]
 
 
+def settings(part: Any, name: str = "", seen: frozenset[int] = frozenset()) -> Iterator[str]:
+    """Find numbers and words in nested options, and in what their functions were made with.
+
+    Objects are left out: they may change while pictures are drawn, and a model would not be known again.
+    """
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(part, Mapping):
+        inside = sorted(part.items(), key=lambda item: str(item[0]))
+    elif isinstance(part, list | tuple):
+        inside = list(enumerate(part))
+    elif isinstance(part, int | float | str):
+        yield f"{name}={part!r}"
+    elif isinstance(part, partial):
+        inside = [("function", part.func), ("args", part.args), ("keywords", part.keywords)]
+    elif isinstance(part, FunctionType):
+        yield f"{name}={part.__qualname__}"
+        cells = [cell for cell in part.__closure__ or () if cell != CellType()]
+        inside = [(index, cell.cell_contents) for index, cell in enumerate(cells)]
+    for key, value in inside:
+        if id(value) not in seen:
+            yield from settings(value, f"{name}.{key}", seen | {id(part)})
+
+
+def _weights(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return a module's weights and buffers; ComfyUI-GGUF's give stand-ins for what they have."""
+    packed = {name: ordinary(weight) for name, weight in module.named_parameters() if is_gguf(weight)}
+    found = module.state_dict()
+    return {**{name: t for name, t in found.items() if not (packed and t.is_meta)}, **packed}
+
+
 def _tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Find tensors in nested dicts, lists and objects (patches hold adapters that hold tuples of tensors)."""
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, torch.nn.Module):
-        yield from _tensors(dict(part.state_dict()), f"{name}.{type(part).__name__}")
+        yield from _tensors(_weights(part), f"{name}.{type(part).__name__}")
     elif isinstance(part, Mapping):
         for key in sorted(part, key=str):
             yield from _tensors(part[key], f"{name}.{key}")

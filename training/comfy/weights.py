@@ -88,7 +88,7 @@ def _layer(
 
 def ordinary(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory that autograd may use: it may not save inference tensors."""
-    if hasattr(tensor, "tensor_type"):  # of ComfyUI-GGUF, whose class says another shape than its bytes have
+    if is_gguf(tensor):
         tensor = tensor.as_subclass(Tensor)
     if not tensor.is_inference() or isinstance(tensor, QuantizedTensor):
         return tensor.detach()
@@ -167,6 +167,11 @@ def _gguf(tensor: Tensor, loaded: Any) -> Packed | None:
     """Return what a loader of GGUF files left packed; None for plain weights and those of other files."""
     kind = _gguf_type(loaded)
     return packed_gguf(tensor, kind, tuple(loaded.shape)) if kind else None
+
+
+def is_gguf(tensor: Any) -> bool:
+    """Say whether a tensor is of ComfyUI-GGUF's class, which says another shape than its bytes have."""
+    return hasattr(tensor, "tensor_type")
 
 
 def _gguf_type(loaded: Any) -> str | None:

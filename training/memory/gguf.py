@@ -83,6 +83,26 @@ def _q5_1(blocks: Tensor) -> Tensor:
     return _halves(blocks, 0) * _q5(blocks, 4) + _halves(blocks, 2)
 
 
+def _pairs(data: Tensor) -> Tensor:
+    """Return the bits of bytes (blocks, n * 32) two by two, as the K types have them: (blocks, n * 4, 32)."""
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=data.device)
+    return ((data.reshape(len(data), -1, 1, 32) >> shifts[:, None]) & 3).flatten(1, 2)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales, numbers = blocks[:, :16], _pairs(blocks[:, 16:80]).view(-1, 16, 16).float()
+    factor, minimum = _halves(blocks, 80) * (scales & 15), _halves(blocks, 82) * (scales >> 4)
+    return (factor[..., None] * numbers - minimum[..., None]).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    numbers = (_pairs(blocks[:, 32:96]) | (_bits(blocks[:, :32], 8) << 2)).view(-1, 16, 16).float() - 4
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, None, 104:108] >> shifts[:, None]) & 3).flatten(1)
+    scales = (_nibbles(blocks[:, 96:104]) | (high << 4)).float() - 32
+    return ((_halves(blocks, 108) * scales)[..., None] * numbers).flatten(1)
+
+
 def _k_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eight 6-bit scales and minima (blocks, 8) that 12 bytes (blocks, 12) hold."""
     low, middle, high = scales.view(-1, 3, 4).unbind(1)
@@ -109,9 +129,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 def _q6_k(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
-    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)
-    high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts[:, None]) & 3).view(-1, 8, 32)
-    numbers = (low | (high << 4)).view(-1, 16, 16).float() - 32
+    numbers = (low | (_pairs(blocks[:, 128:192]) << 4)).view(-1, 16, 16).float() - 32
     factor = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return (factor[..., None] * numbers).flatten(1)
 
@@ -123,6 +141,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "Q4_1": Layout(20, _q4_1),
     "Q5_0": Layout(22, _q5_0),
     "Q5_1": Layout(24, _q5_1),
+    "Q2_K": Layout(84, _q2_k),
+    "Q3_K": Layout(110, _q3_k),
     "Q4_K": Layout(144, _q4_k),
     "Q5_K": Layout(176, _q5_k),
     "Q6_K": Layout(210, _q6_k),

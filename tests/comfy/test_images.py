@@ -1,0 +1,35 @@
+"""Dataset From Images takes what nodes give it: a batch, or a list of pictures of any size."""
+
+from __future__ import annotations
+
+import torch
+
+from .test_first_lora import assert_same_lora, first_lora
+
+WIDGETS = {"resolution": "64", "trigger": "", "missing_captions": "error", "caption_dropout": 0.0}
+WIDGETS |= {"repeats": 1, "flip": False}
+
+
+def trained_on(source, name):
+    """The shipped workflow on four pictures, as a batch (node 20) or one by one (21)."""
+    prompt = first_lora(name)
+    grey = {"width": 64, "height": 64, "batch_size": 4, "color": 0x808080}
+    prompt["20"] = {"class_type": "EmptyImage", "inputs": grey}
+    prompt["21"] = {"class_type": "RebatchImages", "inputs": {"images": ["20", 0], "batch_size": 1}}
+    inputs = {**WIDGETS, "images": [source, 0], "captions": "a\nb\nc\nd"}
+    prompt["2"] = {"class_type": "GraftDatasetFromImages", "inputs": inputs}
+    return prompt
+
+
+def test_a_list_of_pictures_is_one_dataset_as_a_batch_is(execute, base):
+    execute(trained_on("20", "batch"))
+    execute(trained_on("21", "list"))
+    assert len(list((base / "output" / "graft").glob("list-*"))) == 1
+    assert_same_lora(base, "batch", "list")
+
+
+def test_a_list_of_captions_goes_with_a_list_of_pictures(graft_nodes):
+    node, widgets = graft_nodes["GraftDatasetFromImages"], {name: [value] for name, value in WIDGETS.items()}
+    pictures = [torch.ones(1, 64, 64, 3), torch.ones(1, 64, 96, 3)]
+    found = node.execute(pictures, ["a red, or\na green one", "b"], **widgets).result[0]
+    assert [sample.captions for sample in found.samples] == [("a red, or\na green one",), ("b",)]
