@@ -77,38 +77,48 @@ The LoRA is saved in `output/loras`. *Load LoRA* lists it after a press of `R`.
 SDXL_CHARACTER = """\
 ## A person or character for SDXL
 
-Settings for a card of 24 GB: batch 2 at 1024 pixels. With 12 GB set the batch size to 1.
+Made for 12 GB and more: what fits is chosen before the first step.
 
 1. 15 to 30 pictures of one person in `input/my_character`, each with a text file that says what else can be \
-seen; the person is called by the trigger word, which **Load Dataset** puts before every caption.
-2. **Load Base Model**: any SDXL checkpoint.
-3. **Sample Prompts** draws two pictures every 250 steps: stop with *Finish* when they are good.
+seen. No text files yet? Set *missing captions* to *trigger*: it works without, but better with them.
+2. *trigger* in **Load Dataset**: a rare word and what it is, *ohwx woman* or *ohwx dog*. It is put before \
+every caption, and you write it in your prompts.
+3. **Load Base Model**: any SDXL checkpoint.
+4. **Sample Prompts** draws two pictures every 250 steps: press *Finish* when they are good. Not yet good at \
+the end? Raise *steps* and press Run: it goes on.
 
 min-SNR weighting lets the noise levels that decide a face count more evenly."""
 
 SD35_STYLE = """\
 ## A style for SD3.5 Medium
 
-Settings for a card of 24 GB: batch 2 at 1024 pixels, rank 32.
+Made for 12 GB and more: what fits is chosen before the first step. For SD3.5 Large on 12 GB add **Memory \
+Settings** with *base* nf4.
 
 1. 30 to 100 pictures in the style, in `input/my_style`, with captions that say *what* is shown and not how.
 2. **Load Base Model**: SD3.5 Medium or Large, and its three text encoders. Any of them may be left out.
 
-**Split Dataset** holds a tenth of the pictures back. Every 200 steps the loss on them is measured: training \
-ends when it has not become better four times, and the best state is the one that is saved."""
+**Split Dataset** holds a tenth of the pictures back, and every 200 steps the loss on them is measured: \
+when it rises for long, the pictures are being learnt by heart. *result* best in **Validation Settings** \
+keeps the state of the lowest one. With fewer than 30 pictures leave these two nodes out.
+
+The schedule is cosine: with another number of *steps* the training starts again from zero."""
 
 FLUX_12GB = """\
 ## Flux.1 Dev on a card of 12 GB
 
-**Memory Settings**: the base in 4 bits (nf4) while training, checkpointed block by block. This rounding \
-never leaves the run: the LoRA is for the base as it is. It needs bitsandbytes: \
-`python -m pip install bitsandbytes` with ComfyUI's own Python. With 24 GB choose *fp8*, or *auto*: it \
-rounds nothing and copies the base from host memory in every step, of which it takes 24 GB more.
+**Memory Settings**: the base in 4 bits (nf4) while training. This rounding never leaves the run: the LoRA \
+is for the base as it is. It needs bitsandbytes: `python -m pip install bitsandbytes` with ComfyUI's own \
+Python (portable: `python_embeded\\python.exe -m pip install bitsandbytes`), then a restart. With 24 GB \
+choose *fp8*, or *auto*: it rounds nothing and copies the base from host memory in every step, of which it \
+takes 24 GB more.
 
-1. 10 to 30 pictures in `input/my_subject`, with captions.
-2. **Load Base Model**: flux1-dev, CLIP-L, T5 and the VAE.
+1. 10 to 30 pictures in `input/my_subject`, with captions. *trigger*: a rare word and what it is, *ohwx mug*.
+2. **Load Base Model**: flux1-dev, CLIP-L, T5 (fp8 or fp16) and the VAE. One file with everything in it, as \
+flux1-dev-fp8? Choose it, and set text encoders and vae to *from checkpoint*.
 
-Flux is trained at guidance 1, which is the default here, and sampled at 3.5."""
+768 pixels are fast; 1024 should fit as well. Flux is trained at guidance 1, which is the default here, and \
+sampled at 3.5."""
 
 SCHNELL_ASSISTANT = """\
 ## A distilled base: Flux.1 Schnell with an assistant LoRA
@@ -117,8 +127,9 @@ Training on a base that was distilled to four steps undoes the distillation. An 
 beforehand, so that training has nothing to undo: **Load LoRA** puts it onto the MODEL that is trained on. \
 Such patches apply while training and are no part of the result.
 
-For Schnell there is *ostris/FLUX.1-schnell-training-adapter*: put its file into `models/loras` and choose \
-it in **Load LoRA**. What is drawn below uses the base with the new LoRA, without the assistant.
+For Schnell there is *ostris/FLUX.1-schnell-training-adapter*: put its file into `models/loras`, under a \
+name of your own, and choose it in **Load LoRA**. *base* fp8 is for 24 GB; with 12 GB take nf4. What is \
+drawn below uses the base with the new LoRA, without the assistant.
 
 Without one, train on Flux.1 Dev and use the LoRA on Schnell."""
 
@@ -128,6 +139,9 @@ RESUME = """\
 **Load Training State** reads what **Save Training State** kept in `output/graft/states`: weights, the \
 optimizer's memory, the step. Going on is what one longer run would have been, on the same base, pictures \
 and settings: bit for bit on the CPU, but for rounding on a GPU.
+
+*name*: what you saved, or the folder of a run in `output/graft`. Connect the same **Optimizer Settings** \
+and others as before, such as those of *sd35_style*.
 
 For a run that was cancelled none of this is needed: queue its own workflow again."""
 
@@ -142,8 +156,8 @@ Change one thing at a time: rank, learning rate, or layers."""
 TRAIN_SAMPLE_TRAIN = """\
 ## Train, look, train on
 
-Two **Train Steps** in a row: the second goes on from the first one's *state*. Both say 1000 *total steps*, \
-over which the cosine schedule decays, so the two parts are exactly one run of 1000 steps.
+Two **Train Steps** in a row: the second goes on from the first one's *state*. Both say 2000 *total steps*, \
+over which the cosine schedule decays, so the two parts are exactly one run of 2000 steps.
 
 The MODEL of each part goes straight into **KSampler**: no file in between. Queue again with other prompts, \
 and nothing is trained twice. For more steps than *total steps*, raise it in both: over another length a \

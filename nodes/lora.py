@@ -67,14 +67,12 @@ class BuildLora(io.ComfyNode):
                         "joint_blocks.1?.*",
                     )
                 ),
-                advanced(
-                    io.String.Input(
-                        "exclude",
-                        default="",
-                        multiline=True,
-                        optional=True,
-                        tooltip="Patterns of layer names, one a line, that are left out.",
-                    )
+                io.String.Input(
+                    "exclude",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    tooltip="Patterns of layer names, one a line, that are left out.",
                 ),
                 io.Model.Input(
                     "model", optional=True, tooltip="Connect it to check the choice before training."
