@@ -100,9 +100,7 @@ Settings** with *base* nf4.
 
 **Split Dataset** holds a tenth of the pictures back, and every 200 steps the loss on them is measured: \
 when it rises for long, the pictures are being learnt by heart. *result* best in **Validation Settings** \
-keeps the state of the lowest one. With fewer than 30 pictures leave these two nodes out.
-
-The schedule is cosine: with another number of *steps* the training starts again from zero."""
+keeps the state of the lowest one. With fewer than 30 pictures leave these two nodes out."""
 
 FLUX_12GB = """\
 ## Flux.1 Dev on a card of 12 GB
@@ -141,7 +139,7 @@ optimizer's memory, the step. Going on is what one longer run would have been, o
 and settings: bit for bit on the CPU, but for rounding on a GPU.
 
 *name*: what you saved, or the folder of a run in `output/graft`. Connect the same **Optimizer Settings** \
-and others as before, such as those of *sd35_style*.
+and others as before.
 
 For a run that was cancelled none of this is needed: queue its own workflow again."""
 
