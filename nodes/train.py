@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,10 @@ from comfy_api.latest import io
 
 from ..training import distributed
 from ..training.checkpoint import StateHandle
-from ..training.comfy import output, paths, workers
+from ..training.comfy import output, workers
 from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.notes import family_in, model_file, run_notes
-from ..training.comfy.samples import SamplePrompts, SampleWriter
-from ..training.comfy.session import session
+from ..training.comfy.graph_run import GraphRun, QueuedNode
+from ..training.comfy.samples import SamplePrompts
 from ..training.comfy.starting import first_state
 from ..training.config import (
     AdapterConfig,
@@ -24,9 +24,7 @@ from ..training.config import (
     TrainConfig,
     ValidationConfig,
 )
-from ..training.earlier import earlier_notes
-from ..training.metadata import run_metadata
-from ..training.run import Run, execute, handed_on, ignore_start, run_key
+from ..training.family import Family
 from .sockets import (
     Checkpoints,
     Dataset,
@@ -146,17 +144,16 @@ class TrainSteps(io.ComfyNode):
         gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.adapter if isinstance(start, StateHandle) else start
-        denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
-        dataset = encoded(dataset)
+        denoiser, dataset = ComfyDenoiser(model, trained_clip(adapter, clip)), encoded(dataset)
         resumed, left_out = (
             (start, []) if isinstance(start, StateHandle) else first_state(denoiser, adapter, seed)
         )
-        first = resumed.step if resumed else 0
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)
         saving = checkpoint_settings or Saving()
-        trained_before = workers.trained_before(cls.hidden.unique_id)
-        processes = gpus if trained_before else max(gpus, distributed.world())
+        node = QueuedNode(cls.hidden.unique_id, cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        processes = gpus if workers.trained_before(node.id) else max(gpus, distributed.world())
+        last = steps + (resumed.step if resumed else 0)
         config = replace(
             chosen,
             batch_size=batch_size,
@@ -164,70 +161,43 @@ class TrainSteps(io.ComfyNode):
             seed=seed,
             adapter=resumed.adapter if resumed else adapter,
             optimizer=replace(chosen.optimizer, lr=learning_rate),
-            schedule=_over(chosen.schedule, total_steps or first + steps),
+            schedule=_over(chosen.schedule, total_steps or last),
             objective=objective_settings or ObjectiveConfig(),
             memory=memory_settings or MemoryConfig(),
             validation=held_out.config,
         )
-        family = family_in(model_file(cls.hidden.prompt, cls.hidden.unique_id), model)
-        warnings = run_notes(denoiser, config, family, max(total_steps, first + steps), dataset.index.buckets)
-        warnings += sample_prompts.notes(family) if sample_prompts else []
-        folder = paths.run_folder(name, run_key(denoiser, dataset, config, resumed, held_out.samples))
-        warnings += earlier_notes(Run(folder), config, resumed, first + steps)
-        for warning in warnings:
-            log.warning("Graft: %s", warning)
-        notes = run_metadata(config, dataset, denoiser.family, denoiser.sampling, name=name)
-        samples = sample_prompts and SampleWriter(
-            sample_prompts,
-            model,
-            family,
-            folder / "samples",
-            first=first,
-            last=first + steps,
-            trigger=dataset.trigger,
-            node_id=cls.hidden.unique_id,
-            metadata={"prompt": cls.hidden.prompt, **(cls.hidden.extra_pnginfo or {})},
+        run = GraphRun(
+            node,
+            name,
+            denoiser,
+            dataset,
+            config,
+            resumed,
+            steps,
+            validation=held_out.samples,
+            prompts=sample_prompts,
+            saving=saving.config,
+            tensorboard=saving.tensorboard,
+            gpus=gpus,
         )
-        if trained_before:
-            handle = handed_on(Run(folder), resumed, first + steps, config)
-        else:
-            with session(
-                paths.run_name(folder),
-                first=first,
-                last=first + steps,
-                node_id=cls.hidden.unique_id,
-                workflow=_workflow_id(cls.hidden.extra_pnginfo),
-            ) as on_step:
-                if gpus > 1 and distributed.world() == 1:
-                    run = Run(folder)
-                    steps = workers.train(
-                        run, cls.hidden.prompt, cls.hidden.unique_id, gpus, first, first + steps, on_step
-                    )
-                handle = execute(
-                    Run(paths.own_folder(folder), saving.config, saving.tensorboard),
-                    denoiser,
-                    dataset,
-                    config,
-                    resumed,
-                    steps=steps,
-                    on_start=samples.on_start if samples else ignore_start,
-                    on_step=samples.following(on_step) if samples else on_step,
-                    notes=notes,
-                    validation=held_out.samples,
-                )
-        state = handle.load()
-        patched, patched_clip = output.with_lora(model, clip, state, denoiser.family)
-        lora, losses = output.lora_model(state, denoiser.family), output.loss_map(state)
-        loss = sum(state.losses[-20:]) / len(state.losses[-20:])
-        text = "\n".join([f"step {state.step}, loss {loss:.4f}", folder.name, *warnings, *left_out])
-        return io.NodeOutput(patched, patched_clip, handle, lora, losses, ui={"text": [text]})
+        notes = run.notes(total_steps)
+        for note in notes:
+            log.warning("Graft: %s", note)
+        return _outputs(model, clip, denoiser.family, run.train(), [run.folder.name, *notes, *left_out])
 
 
-def _workflow_id(extra: Any) -> str | None:
-    """Return the id of the workflow that came with the prompt, whatever a client sent as one."""
-    workflow = extra.get("workflow") if isinstance(extra, dict) else None
-    found = workflow.get("id") if isinstance(workflow, dict) else None
-    return found if isinstance(found, str) else None
+def _outputs(
+    model: Any, clip: Any, family: Family, handle: StateHandle, lines: Sequence[str]
+) -> io.NodeOutput:
+    """Return what a trained state is good for, and say on the node how far it is and `lines`."""
+    state = handle.load()
+    patched, patched_clip = output.with_lora(model, clip, state, family)
+    lora, losses = output.lora_model(state, family), output.loss_map(state)
+    recent = state.losses[-20:]
+    reached = f"step {state.step}, loss {sum(recent) / len(recent):.4f}"
+    return io.NodeOutput(
+        patched, patched_clip, handle, lora, losses, ui={"text": ["\n".join([reached, *lines])]}
+    )
 
 
 def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:

@@ -52,7 +52,7 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
         raise ValueError(
             f"no layer is left to train: targets {config.targets!r}, include {list(config.include)}, exclude "
             f"{list(config.exclude)}{within} match none of the {len(names)} layers. "
-            f"Clear include and exclude in Build LoRA, or name some: they are called like {examples}."
+            f"Clear include and exclude in Build LoRA. Layers are named like {examples}."
         )
     return chosen
 

@@ -1,0 +1,140 @@
+"""A run as a Train Steps of a queued graph asks for it: where it is kept, its notes, how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .. import distributed
+from ..checkpoint import StateHandle
+from ..config import CheckpointConfig, TrainConfig
+from ..earlier import earlier_notes
+from ..family import Family
+from ..loop import OnStep
+from ..metadata import run_metadata
+from ..model import Samples
+from ..run import Run, execute, handed_on, ignore_start, run_key
+from . import paths, workers
+from .denoiser import ComfyDenoiser
+from .notes import family_in, model_file, run_notes
+from .samples import SamplePrompts, SampleWriter
+from .session import session
+
+
+@dataclass(frozen=True)
+class QueuedNode:
+    """The node that asks, and the graph that it stands in."""
+
+    id: str | None
+    prompt: Mapping[str, Any] | None
+    """The graph in API form."""
+    extra: Mapping[str, Any] | None
+    """What a client sent along; the editor sends "workflow"."""
+
+    @property
+    def workflow(self) -> str | None:
+        """The id of the workflow that came with the prompt, whatever a client sent as one."""
+        workflow = self.extra.get("workflow") if isinstance(self.extra, dict) else None
+        found = workflow.get("id") if isinstance(workflow, dict) else None
+        return found if isinstance(found, str) else None
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """What is to be trained, and for whom."""
+
+    node: QueuedNode
+    name: str
+    denoiser: ComfyDenoiser
+    dataset: Any
+    config: TrainConfig
+    start: StateHandle | None
+    steps: int
+    """To add to `start`."""
+    validation: Samples | None = None
+    prompts: SamplePrompts | None = None
+    saving: CheckpointConfig = CheckpointConfig()
+    tensorboard: bool = False
+    gpus: int = 1
+
+    @property
+    def first(self) -> int:
+        return self.start.step if self.start else 0
+
+    @property
+    def last(self) -> int:
+        return self.first + self.steps
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the run is kept. Raises ValueError for a name that cannot be one."""
+        key = run_key(self.denoiser, self.dataset, self.config, self.start, self.validation)
+        return paths.run_folder(self.name, key)
+
+    @cached_property
+    def family(self) -> Family:
+        """The base model's, as its file's name tells it."""
+        return family_in(model_file(self.node.prompt, self.node.id), self.denoiser.patcher)
+
+    def notes(self, total: int) -> list[str]:
+        """Return a sentence for all that is unusual, of a run that is to be `total` steps long in the end."""
+        sizes = self.dataset.index.buckets
+        found = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
+        found += self.prompts.notes(self.family) if self.prompts else []
+        return found + earlier_notes(Run(self.folder), self.config, self.start, self.last)
+
+    def train(self) -> StateHandle:
+        """Return the state that the run hands on, training what of it is not there yet.
+
+        Raises what `run.execute` and `workers.train` raise.
+        """
+        if workers.trained_before(self.node.id):
+            return handed_on(Run(self.folder), self.start, self.last, self.config)
+        with session(
+            paths.run_name(self.folder),
+            first=self.first,
+            last=self.last,
+            node_id=self.node.id,
+            workflow=self.node.workflow,
+        ) as on_step:
+            steps = self._trained_elsewhere(on_step)
+            samples = self._samples()
+            return execute(
+                Run(paths.own_folder(self.folder), self.saving, self.tensorboard),
+                self.denoiser,
+                self.dataset,
+                self.config,
+                self.start,
+                steps=self.steps if steps is None else steps,
+                on_start=samples.on_start if samples else ignore_start,
+                on_step=samples.following(on_step) if samples else on_step,
+                notes=run_metadata(
+                    self.config, self.dataset, self.denoiser.family, self.denoiser.sampling, name=self.name
+                ),
+                validation=self.validation,
+            )
+
+    def _trained_elsewhere(self, on_step: OnStep) -> int | None:
+        """Train on several cards, where that is asked for; return how many steps were done there."""
+        if self.gpus == 1 or distributed.world() > 1:
+            return None
+        run, node = Run(self.folder), self.node
+        return workers.train(run, node.prompt or {}, node.id, self.gpus, self.first, self.last, on_step)
+
+    def _samples(self) -> SampleWriter | None:
+        if self.prompts is None:
+            return None
+        return SampleWriter(
+            self.prompts,
+            self.denoiser.patcher,
+            self.family,
+            self.folder / "samples",
+            first=self.first,
+            last=self.last,
+            trigger=self.dataset.trigger,
+            node_id=self.node.id,
+            metadata={"prompt": self.node.prompt, **(self.node.extra or {})},
+        )
