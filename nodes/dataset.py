@@ -12,7 +12,7 @@ from ..training.comfy import paths
 from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.encoder import ComfyEncoder
 from ..training.comfy.session import progress_bar
-from ..training.data.config import DatasetConfig, ValidationConfig
+from ..training.data.config import DatasetConfig, SplitConfig
 from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
 from .widgets import lines
 
@@ -287,7 +287,7 @@ class SplitDataset(io.ComfyNode):
 
     @classmethod
     def execute(cls, dataset: Any, fraction: float, names: str) -> io.NodeOutput:
-        return io.NodeOutput(*encoded(dataset).split(ValidationConfig(fraction, lines(names))))
+        return io.NodeOutput(*encoded(dataset).split(SplitConfig(fraction, lines(names))))
 
 
 def _config(

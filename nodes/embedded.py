@@ -11,7 +11,7 @@ import folder_paths
 
 from ..demo.clip_l import write_clip_l
 from ..training.comfy.loading import model_path
-from ..training.comfy.paths import DATASET_ROOTS
+from ..training.data.roots import KIND
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 BASE = DEMO / "base"
@@ -25,7 +25,7 @@ def register() -> None:
     """Add the demo's model folder and its images to what ComfyUI finds."""
     for kind in ("checkpoints", "text_encoders"):
         folder_paths.add_model_folder_path(kind, str(BASE))
-    folder_paths.add_model_folder_path(DATASET_ROOTS, str(DEMO))
+    folder_paths.add_model_folder_path(KIND, str(DEMO))
 
 
 def text_encoders(files: list[str]) -> list[str]:

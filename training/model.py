@@ -1,6 +1,6 @@
 """What the engine asks of a model: the nouns that travel between data, objective and loop.
 
-ComfyUI implements these protocols in `training/comfy/`; the tests (`tests/tiny.py`) do so in forty lines.
+ComfyUI implements these protocols in `training/comfy/`; the tests do in `tests/tiny.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random draws as a pure function of what they are for.
 
-A generator is keyed by (seed, step, micro-batch, purpose), so no RNG state is ever saved and a resumed run
-draws what the uninterrupted one would have drawn.
+A generator is keyed by the seed, what it is for, and the micro-batch, counted from the run's start. So no RNG
+state is ever saved, and a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations

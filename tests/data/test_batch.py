@@ -15,7 +15,7 @@ from graft.training.data import (
     CaptionConfig,
     DatasetConfig,
     MaskConfig,
-    ValidationConfig,
+    SplitConfig,
     encode,
     join,
     scan,
@@ -84,6 +84,20 @@ def test_the_largest_batch_is_of_the_largest_bucket(tmp_path):
     batch = found.largest_batch(3)
     assert batch.latents[0].numel() == largest and len(batch.latents) == 3
     assert len(batch.conditioning) == len(batch.extras) == 3
+
+
+class WordByWord(FakeEncoder):
+    """Texts are as long as they are; CLIP's are all of one length."""
+
+    def encode_text(self, caption):
+        return {"cross_attn": torch.ones(1, len(caption), 8)}
+
+
+def test_the_largest_batch_has_the_longest_text_whichever_pictures(tmp_path):
+    for name, words in (("a", "a"), ("b", "a long caption"), ("c", "shorter")):
+        add(tmp_path / "set", f"{name}.png", words)
+    found = encode(scan(tmp_path / "set", SMALL), WordByWord(), tmp_path / "cache")
+    assert found.largest_batch(2).conditioning[0]["cross_attn"].shape == (1, len("a long caption"), 8)
 
 
 def all_batches(dataset, size=1, seed=0, epochs=1):
@@ -267,23 +281,23 @@ def many(tmp_path, config=SMALL, count=20):
 
 
 def test_a_validation_fraction_is_held_out_by_content(tmp_path):
-    train, held = many(tmp_path).split(ValidationConfig(fraction=0.2))
+    train, held = many(tmp_path).split(SplitConfig(fraction=0.2))
     assert len(held.names) == 4 and not set(held.names) & set(train.names)
     (tmp_path / "set").rename(tmp_path / "moved")
     add(tmp_path / "moved", "new.png", "new", picture(seed=1234))
     again = encode(scan(tmp_path / "moved", SMALL), FakeEncoder(), tmp_path / "cache")
-    assert len(set(again.split(ValidationConfig(fraction=0.2))[1].names) & set(held.names)) >= 3
+    assert len(set(again.split(SplitConfig(fraction=0.2))[1].names) & set(held.names)) >= 3
 
 
 def test_validation_images_can_be_named(tmp_path):
     add(tmp_path / "set/held", "x.png"), add(tmp_path / "set/held", "y.png")
     found = dataset(tmp_path, replace(SMALL, recursive=True), a=(64, 64), b=(64, 64), c=(64, 64))
-    train, held = found.split(ValidationConfig(names=("held/*", "b.png")))
+    train, held = found.split(SplitConfig(names=("held/*", "b.png")))
     assert held.names == ["b.png", "held/x.png", "held/y.png"] and train.names == ["a.png", "c.png"]
 
 
 def test_regularisation_images_are_never_held_out(tmp_path):
-    train, held = two_folders(tmp_path).split(ValidationConfig(fraction=0.9, names=("x.png",)))
+    train, held = two_folders(tmp_path).split(SplitConfig(fraction=0.9, names=("x.png",)))
     assert "x.png" in train.names and len(held.names) == 4
 
 
@@ -312,7 +326,7 @@ def test_samples_are_the_entries_of_the_validation_set_one_by_one(tmp_path):
 @pytest.mark.parametrize("options", [{"names": ("nothing*",)}, {"names": ("*",)}, {}])
 def test_a_split_that_leaves_a_side_empty_is_refused(tmp_path, options):
     with pytest.raises(ValueError, match="leaves no image for (training|validation), out of 3"):
-        many(tmp_path, count=3).split(ValidationConfig(**options))
+        many(tmp_path, count=3).split(SplitConfig(**options))
 
 
 def test_a_cache_that_was_removed_says_what_to_do(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from graft.training.config import from_dict, to_dict
-from graft.training.data import AugmentConfig, BucketConfig, DatasetConfig, MaskConfig, ValidationConfig
+from graft.training.data import AugmentConfig, BucketConfig, DatasetConfig, MaskConfig, SplitConfig
 
 
 def test_settings_survive_json():
@@ -32,7 +32,7 @@ def test_a_misspelt_setting_is_refused_with_the_nearest():
         (lambda: AugmentConfig(brightness=-1), "brightness jitter must be between 0 and 1"),
         (lambda: AugmentConfig(variations=0), "image variations must be 1 to 1000"),
         (lambda: MaskConfig(outside=2), "weight outside the mask must be between 0 and 1"),
-        (lambda: ValidationConfig(fraction=1), "fraction must be at least 0 and below 1"),
+        (lambda: SplitConfig(fraction=1), "fraction must be at least 0 and below 1"),
         (lambda: BucketConfig(step=-8), "bucket step must be 0 to 1024"),
     ],
 )

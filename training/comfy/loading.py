@@ -12,11 +12,10 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 
+from ..job_graph import FROM_CHECKPOINT
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
 from .paths import listed, listed_file
-
-FROM_CHECKPOINT = "from checkpoint"
 
 CLIP_TYPES: Mapping[str, str] = {
     **dict.fromkeys(("SD15", "SD20", "SDXL", "SDXLRefiner", "AuraFlow"), "STABLE_DIFFUSION"),

@@ -8,14 +8,12 @@ from pathlib import Path
 import folder_paths
 
 from .. import distributed
-
-DATASET_ROOTS = "graft_datasets"
-"""Key in extra_model_paths.yaml under which a person registers folders of training images."""
+from ..data.roots import KIND
 
 
 def dataset_roots() -> list[Path]:
     """Return the folders that may hold datasets: ComfyUI's input directory, then the registered ones."""
-    registered = folder_paths.folder_names_and_paths.get(DATASET_ROOTS, ([], set()))[0]
+    registered = folder_paths.folder_names_and_paths.get(KIND, ([], set()))[0]
     return [Path(folder_paths.get_input_directory()), *(Path(path) for path in registered)]
 
 

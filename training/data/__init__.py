@@ -4,7 +4,7 @@
     images = scan(folder, DatasetConfig(...))       # ImageSet; or from_images(IMAGE, captions, masks, config)
     images = join([images, others])                 # several folders, each with its own settings
     dataset = encode(images, encoder, cache_dir)    # EncodedDataset: what the training loop reads
-    train_set, held_out = dataset.split(ValidationConfig(fraction=0.1))
+    train_set, held_out = dataset.split(SplitConfig(fraction=0.1))
     batch = dataset.batch(4, seed=0, index=17)
 
 Beside them: `fingerprint(folder, config)` notices edits without opening a file, `list_datasets(roots)` fills
@@ -14,7 +14,7 @@ a menu, `summary(images)`, `report(dataset)` and `preview(images, step=...)` tel
 
 from .batch import EncodedDataset
 from .cache import encode
-from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, ValidationConfig
+from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, SplitConfig
 from .folder import fingerprint, scan
 from .memory import from_images
 from .preview import preview
@@ -35,7 +35,7 @@ __all__ = [
     "Sample",
     "Skipped",
     "Store",
-    "ValidationConfig",
+    "SplitConfig",
     "encode",
     "fingerprint",
     "from_images",

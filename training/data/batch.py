@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -19,13 +19,16 @@ from ..config import digest
 from ..model import Batch, Conditioning
 from ..rng import generator
 from .caption import variations
-from .config import ValidationConfig
+from .config import SplitConfig
 from .index import NO_MASK, Index, SourceRules
 from .order import Order
 from .samples import ImageSet, Skipped
 from .store import Store
 
 Entries = NDArray[np.int32]
+
+MOST_LOOKED_AT = 1000
+"""Images whose texts are compared for the longest one."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,15 @@ class EncodedDataset:
         )
 
     def largest_batch(self, size: int) -> Batch:
-        """Return `size` times one sample of the largest bucket: what memory is planned for."""
+        """Return `size` times a view of the largest bucket and the longest text: memory is planned for it."""
         at = self.index
         sides = np.array(at.buckets)[at.bucket[self.entries]]
         entry = int(self.entries[sides.prod(1).argmax()])
         view = int(at.view_start[entry])
-        text = bytes(at.text_keys[at.text_start[at.sample[entry]]])
+        samples = np.unique(at.sample[self.entries])
+        samples = samples[:: max(1, len(samples) // MOST_LOOKED_AT)]
+        texts = [bytes(at.text_keys[text]) for s in samples for text in range(*at.text_start[s : s + 2])]
+        text = max(texts, key=partial(self.store.size, "text"))
         latents = self._latents(view)
         return Batch(
             latents=latents.expand(size, *latents.shape),
@@ -151,7 +157,7 @@ class EncodedDataset:
         draws = torch.rand(3, count, generator=generator(seed, "data", index), dtype=torch.float64)
         return np.asarray(draws)
 
-    def split(self, config: ValidationConfig) -> tuple[EncodedDataset, EncodedDataset]:
+    def split(self, config: SplitConfig) -> tuple[EncodedDataset, EncodedDataset]:
         """Return (training set, validation set). Which image goes where depends on its name or content alone.
 
         Regularisation images stay in training. Raises ValueError if one of the two would be empty.
@@ -191,7 +197,7 @@ class EncodedDataset:
             steady=steady,
         )
 
-    def _held_out(self, config: ValidationConfig) -> NDArray[np.bool_]:
+    def _held_out(self, config: SplitConfig) -> NDArray[np.bool_]:
         """Return (entries,) whether each is for validation."""
         samples = self.index.sample[self.entries]
         regular = np.array([source.config.regularisation for source in self.images.sources])

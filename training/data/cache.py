@@ -111,16 +111,16 @@ class _Work:
 
     def latent_key(self, view: View, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
         if sample.encoded:
-            paper = architecture_of(sample.name)  # it decides how the file's numbers are scaled
+            read_as = architecture_of(sample.name)  # it decides how the file's numbers are scaled
         else:
-            paper = config.background.lower() if sample.has_alpha else ""
+            read_as = config.background.lower() if sample.has_alpha else ""
         return _key(
             "latents",
             self.image_fingerprint,
             content.hex(),
             *_geometry(view),
             view.jitter,
-            paper,
+            read_as,
             config.dtype,
         )
 

@@ -184,7 +184,7 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class SplitConfig:
     """Which images are held out and never trained on."""
 
     fraction: float = 0.0

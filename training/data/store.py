@@ -66,6 +66,13 @@ class Store:
             return False
         return True
 
+    def size(self, kind: str, key: bytes) -> int:
+        """Return an entry's size on the disk in bytes; 0 if it is not there."""
+        try:
+            return os.stat(self._path(kind, key)).st_size
+        except OSError:
+            return 0
+
     def read(self, kind: str, key: bytes) -> dict[str, Tensor]:
         """Return an entry's tensors. Raises ValueError if it is gone or damaged."""
         path = self.path(kind, key)

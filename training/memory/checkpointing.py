@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ..family import block_of
 from ..forward import set_forward
 from ..kept import Kept, attention_once
-from .in_place import kept, with_own_inputs
+from .in_place import autograd_keeping, with_own_inputs
 from .offload import inputs_on_host
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -46,7 +46,7 @@ def checkpointed(
         raise ValueError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
     recompute = MODES.get(mode)
     with ExitStack() as undo:
-        undo.enter_context(kept(as_copies=copies))
+        undo.enter_context(autograd_keeping(copies=copies))
         for block in repeated_blocks(network, blocks).values():
             if copies:
                 undo.callback(set_forward(block, with_own_inputs(block.forward)))

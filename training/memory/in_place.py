@@ -31,15 +31,15 @@ def is_changed_in_place(error: BaseException) -> bool:
 
 
 @contextmanager
-def kept(*, as_copies: bool) -> Iterator[None]:
+def autograd_keeping(*, copies: bool) -> Iterator[None]:
     """Let autograd keep copies, or see to it that what it keeps in a block's second pass is not changed.
 
     Where it is, the backward pass raises RuntimeError, as it does where nothing is computed again.
     """
     with ExitStack() as stack:
         if hasattr(checkpoint, HOOK):
-            stack.enter_context(replaced(checkpoint, HOOK, partial(_SecondPass, as_copies)))
-        if as_copies:
+            stack.enter_context(replaced(checkpoint, HOOK, partial(_SecondPass, copies)))
+        if copies:
             stack.enter_context(saved_tensors_hooks(_copy, lambda tensor: tensor))
         yield
 
