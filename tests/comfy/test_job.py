@@ -127,7 +127,8 @@ def test_a_job_trains_on_a_server_without_an_editor_and_costs_nothing_again(tmp_
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Python cannot send Ctrl-C to one process there")
-def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize(("asked_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path, asked_by, code):
     file, log = tmp_path / "job.yaml", "out/graft/job-*/log.jsonl"
     job = small(tmp_path / "squares", training_folder="out", device="cpu")
     job["config"]["process"][0]["train"]["steps"] = 5000
@@ -139,9 +140,9 @@ def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path):
             found.read_text().count("\n") > 3 for found in tmp_path.glob(log)
         ):
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(asked_by)
         assert "the same command goes on from there" in process.communicate(timeout=300)[0]
-    assert process.returncode == 130
+    assert process.returncode == code
     (reached,) = (int(path.name[5:]) for path in tmp_path.glob("out/graft/job-*/checkpoints/step-*"))
     job["config"]["process"][0]["train"]["steps"] = reached + 3
     file.write_text(json.dumps(job))
