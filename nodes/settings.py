@@ -202,7 +202,7 @@ class OptimizerSettings(io.ComfyNode):
                     options=list(OPTIMIZERS),
                     default="adamw",
                     tooltip="AdamW suits most LoRAs. The 8-bit ones need bitsandbytes; prodigy finds its own "
-                    "rate (set learning_rate to 1).",
+                    "rate (set the learning rate to 1).",
                 ),
                 io.Combo.Input(
                     "schedule",
