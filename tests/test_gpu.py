@@ -7,6 +7,9 @@ card, with `GRAFT_TEST_DEVICE=cuda pytest -n0 tests/comfy`.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -135,6 +138,23 @@ def test_where_the_allocator_gives_no_more_the_next_plan_is_taken(exact, monkeyp
     state = trained(budget_gb=(most + least) / 2 / 2**30)
     assert "memory ran out with base resident, checkpointing none" in caplog.text
     assert_equal(state, expected)
+
+
+def test_the_allocator_that_comfyui_prefers_is_limited_and_set_free_again():
+    """In a process of its own, as it is chosen before PyTorch is used."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n0",
+        "-q",
+        __file__,
+        "-k",
+        "next_plan or foreseen or counted",
+    ]
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_dynamic_vram_changes_nothing(tmp_path):

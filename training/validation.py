@@ -6,6 +6,7 @@ noise, whatever the run's seed, so the figures of a base and of its LoRAs differ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,9 +26,6 @@ LEVELS = tuple(level / 10 for level in range(1, 10))
 """Sigmas of flow models; of others the fractions of their schedule, 0 at the image and 1 at pure noise."""
 
 NOISE_SEED = 20240229
-
-LEVELS_AT_ONCE = 3
-"""Copies of a sample in one forward pass: faster than one by one, and far below a training step's memory."""
 
 
 def validation_loss(
@@ -74,36 +72,19 @@ def held_out_loss(
 
 
 def sample_loss(denoiser: Denoiser, batch: Batch, index: int) -> float:
-    """Return the mean loss of sample number `index`, a batch of one, over all noise levels."""
+    """Return the mean loss of sample number `index`, a batch of one that counts fully, over all noise levels.
+
+    One by one, which takes less memory than any training step.
+    """
     device = denoiser.device
-    batch = objective.with_guidance(batch, ObjectiveConfig(), denoiser.family)
+    batch = objective.with_guidance(replace(batch, weights=None), ObjectiveConfig(), denoiser.family)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
     noise = torch.randn(x0.shape, generator=rng.generator(NOISE_SEED, "validation", index)).to(device)
-    total = 0.0
-    for levels in torch.split(noise_levels(denoiser.sampling), LEVELS_AT_ONCE):
-        n = len(levels)
-        copies = _repeated(batch, n)
-        loss = objective.loss_at(denoiser, copies, _rows(x0, n), levels.to(device), _rows(noise, n))
-        total += loss.item() * n
-    return total / len(LEVELS)
+    levels = noise_levels(denoiser.sampling).to(device)
+    losses = [objective.loss_at(denoiser, batch, x0, level[None], noise) for level in levels]
+    return torch.stack(losses).mean().item()
 
 
 def noise_levels(sampling: Sampling) -> Tensor:
     """Return a model's sigmas at `LEVELS`: themselves for a flow model, else by the model's schedule."""
     return to_sigmas(sampling, torch.tensor(LEVELS), flow=is_flow(sampling))
-
-
-def _repeated(batch: Batch, n: int) -> Batch:
-    """Return a batch of one as n copies, each counting fully."""
-    return Batch(
-        _rows(batch.latents, n),
-        list(batch.conditioning) * n,
-        list(batch.names) * n,
-        None if batch.masks is None else _rows(batch.masks, n),
-        extras=list(batch.extras) * n,
-        captions=list(batch.captions) * n,
-    )
-
-
-def _rows(tensor: Tensor, n: int) -> Tensor:
-    return tensor.expand(n, *tensor.shape[1:]).contiguous()

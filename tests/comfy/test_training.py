@@ -23,6 +23,7 @@ from graft.training.comfy import weights
 from graft.training.comfy.denoiser import ComfyDenoiser, concatenated
 from graft.training.comfy.output import with_lora
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.forward import replaced
 from graft.training.loop import initial_state, train
 from graft.training.model import Batch
 
@@ -203,6 +204,14 @@ def test_a_network_that_a_node_has_compiled_is_trained_under_its_own_names(patch
     compiled.add_object_patch("diffusion_model", network)
     assert ComfyDenoiser(compiled).specs.keys() == ComfyDenoiser(patcher).specs.keys()
     assert run(compiled, steps=2).losses == run(patcher, steps=2).losses
+
+
+def test_what_fast_rounds_in_sampling_is_exact_while_training(patcher):
+    matmul = torch.backends.cuda.matmul
+    with replaced(matmul, "allow_fp16_accumulation", True):
+        with ComfyDenoiser(patcher).hold(torch.float32):
+            assert not matmul.allow_fp16_accumulation
+        assert matmul.allow_fp16_accumulation
 
 
 def test_comfyuis_deterministic_is_strict_while_training_and_nothing_changes_without(patcher):

@@ -24,6 +24,15 @@ def test_a_forecast_is_what_the_step_takes(method, mode):
     assert abs(found.kept / kept - 1) <= 0.1 and abs(found.peak / live.peak - 1) <= 0.1
 
 
+@pytest.mark.parametrize("kind", ["dropout", "rank_dropout"])
+@pytest.mark.parametrize("mode", ["none", "selective", "block"])
+def test_dropout_is_foreseen(kind, mode):
+    denoiser, config = TinyDenoiser(), train_config(adapter_config("lora", targets="all", **{kind: 0.1}))
+    found = forecast(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
+    live, kept = measured(denoiser, BATCH, config, mode)
+    assert abs(found.kept / kept - 1) <= 0.1 and abs(found.peak / live.peak - 1) <= 0.1
+
+
 def test_a_forecast_leaves_base_and_adapters_alone():
     denoiser, config = TinyDenoiser(), train_config(adapter_config("lora", targets="all"))
     before = {name: tensor.clone() for name, tensor in denoiser.module.state_dict().items()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graft.training.memory import gguf
 from graft.training.memory.gguf import LAYOUTS, packed_gguf
+from graft.training.memory.live import LiveTensors
 
 quants = pytest.importorskip("gguf.quants")
 
@@ -34,6 +36,17 @@ def test_every_type_is_read_as_by_ggml(name):
     packed = packed_gguf(raw, name, tuple(expected.shape))
     assert torch.allclose(packed.weight(torch.float32), expected, rtol=1e-6, atol=1e-7)
     assert packed.nbytes == raw.nbytes
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_a_weight_is_unpacked_piece_by_piece(name, monkeypatch):
+    raw, numbers = raw_of(name, rows=4, blocks=8), {"Q8_0": 32, "Q4_K": 256}[name]
+    packed = packed_gguf(raw, name, (4, 8 * numbers))
+    at_once = packed.weight(torch.bfloat16)
+    monkeypatch.setattr(gguf, "AT_ONCE", 5 * numbers)
+    with LiveTensors() as live:
+        assert torch.equal(packed.weight(torch.bfloat16), at_once)
+    assert live.peak <= at_once.nbytes + 12 * 5 * numbers
 
 
 def test_an_unknown_type_is_refused_by_name():

@@ -126,12 +126,14 @@ def test_a_limit_is_a_share_of_the_card_and_ends_with_the_run(monkeypatch):
     shares, card = [], SimpleNamespace(total_memory=8 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.9)
-    with limited_to(2 << 30, torch.device("cuda")):
-        assert shares == [0.25]
-    assert shares == [0.25, 0.9]
-    with limited_to(9 << 30, torch.device("cuda")), limited_to(None, torch.device("cuda")):
-        assert shares[2:] == [0.9]
+    for before, after in ((0.9, 0.9), (1431655765.33, 1.0)):  # the second is cudaMallocAsync's "no limit"
+        shares.clear()
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, before=before: before)
+        with limited_to(2 << 30, torch.device("cuda")):
+            assert shares == [0.25]
+        assert shares == [0.25, after]
+        with limited_to(9 << 30, torch.device("cuda")), limited_to(None, torch.device("cuda")):
+            assert shares[2:] == [after]
 
 
 def test_settings_are_kept_to():

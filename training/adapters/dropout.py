@@ -63,9 +63,8 @@ class Draw:
         share = self.config.rank_dropout
         if _current is None or not share:
             return None
-        return (self._uniform("rank", self.config.rank) >= share).to(self.x.device, torch.float32) / (
-            1 - share
-        )
+        kept = self._uniform("rank", self.config.rank) >= share
+        return kept.to(self.x.device, torch.float32, non_blocking=True) / (1 - share)
 
     def _uniform(self, purpose: str, count: int) -> Tensor:
         assert _current is not None

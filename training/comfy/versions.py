@@ -48,6 +48,9 @@ def training_mode() -> Iterator[None]:
         preferred[:] = [backend for backend in before if backend != SDPBackend.CUDNN_ATTENTION]
         undo.callback(torch.backends.cuda.enable_cudnn_sdp, cudnn)
         torch.backends.cuda.enable_cudnn_sdp(False)
+        matmul = torch.backends.cuda.matmul
+        if hasattr(matmul, "allow_fp16_accumulation"):  # ComfyUI's --fast: not for gradients
+            undo.enter_context(replaced(matmul, "allow_fp16_accumulation", False))
         undo.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warns)
         torch.use_deterministic_algorithms(deterministic)
         if hasattr(management, "in_training"):

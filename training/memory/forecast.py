@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..adapters import attach, build_adapters
+from ..adapters import attach, build_adapters, draws
 from ..config import AdapterConfig
 from ..layer import FrozenLayer, LayerSpec
 from ..model import Batch, Denoiser, HeldBase
@@ -70,6 +70,7 @@ def forecast(
         stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
+        stack.enter_context(draws(0, 0))  # dropout takes memory
         with denoiser.device:
             adapters = build_adapters(adapted, config)
         stack.enter_context(attach(base.layers, adapters))

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .quantize import Packed
 
+AT_ONCE = 1 << 22
+"""Numbers that are unpacked together: steps on the way there take up to 12 bytes each."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -37,7 +40,12 @@ def packed_gguf(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Packed:
     layout = LAYOUTS[kind]
 
     def unpack(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return layout.unpack(parts[0].view(-1, layout.size)).to(dtype).view(shape)
+        blocks = parts[0].view(-1, layout.size)
+        whole = torch.empty(shape, dtype=dtype, device=blocks.device)
+        numbers = whole.view(len(blocks), -1)
+        for start in range(0, len(blocks), at_once := max(1, AT_ONCE // numbers.shape[1])):
+            numbers[start : start + at_once] = layout.unpack(blocks[start : start + at_once])
+        return whole
 
     return Packed((raw.reshape(-1).view(torch.uint8),), unpack)
 

@@ -213,8 +213,7 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
     def pack(tensor: Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() not in moved:
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))
-        return tensor.device, host.copy_(tensor, non_blocking=True)
+        return tensor.device, _host_room(tensor).copy_(tensor, non_blocking=True)
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
@@ -227,6 +226,14 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
             yield
     finally:
         moved.clear()  # what is saved keeps `pack`, and with it the inputs themselves
+
+
+def _host_room(tensor: Tensor) -> Tensor:
+    """Return room for a copy, pinned where the device copies beside its computation and the system allows."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))
+    except RuntimeError:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def is_worth_moving(tensor: Tensor) -> bool:

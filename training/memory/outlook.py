@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..adapters import build_adapters, named_parameters
+from ..adapters import build_adapters, draws, named_parameters
 from ..config import TrainConfig
 from ..layer import LayerSpec
 from ..model import Batch, Denoiser
@@ -91,7 +91,8 @@ def probe(
     def step() -> None:
         for parameter in parameters.values():
             parameter.grad = None
-        loss_at(denoiser, batch, x0, sigma, torch.ones_like(x0)).backward()  # type: ignore[no-untyped-call]
+        with draws(0, 0):
+            loss_at(denoiser, batch, x0, sigma, torch.ones_like(x0)).backward()  # type: ignore[no-untyped-call]
 
     with Placement(denoiser, adapters, plans, dtype) as placement:
         peak = placement.retrying(lambda: peak_of(step, denoiser.device))

@@ -43,7 +43,8 @@ def limited_to(most: int | None, device: torch.device) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(device)
+    # No limit is more than 1 under cudaMallocAsync, which ComfyUI prefers, and is refused when it is set.
+    before = min(1.0, torch.cuda.get_per_process_memory_fraction(device))
     torch.cuda.set_per_process_memory_fraction(min(before, most / total), device)
     try:
         yield
