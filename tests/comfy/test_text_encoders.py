@@ -17,8 +17,10 @@ import torch
 from graft.nodes.tools import MemoryPlan
 from graft.nodes.train import TrainSteps
 from graft.tests import dynamic_vram
+from graft.tests.card import PRETENDED
 from graft.tests.comfy.tiny_models import TINY, fill
-from graft.training.adapters import attach, lr_scales, restore_adapters
+from graft.tests.memory.helpers import measured
+from graft.training.adapters import attach, lr_scales, restore_adapters, select
 from graft.training.checkpoint import load_state, save_state
 from graft.training.comfy.at_rest import unload
 from graft.training.comfy.denoiser import ComfyDenoiser
@@ -38,6 +40,7 @@ from graft.training.family import is_text
 from graft.training.formats import diffusers_tensors
 from graft.training.loop import initial_state, train
 from graft.training.lora_file import lora_tensors
+from graft.training.memory.forecast import forecast
 from graft.training.validation import validation_loss
 
 WIDTHS = {"sd15": {"clip_l": 64}, "sdxl": {"clip_l": 24, "clip_g": 40}, "sd35m": {"clip_l": 24, "clip_g": 40}}
@@ -318,6 +321,23 @@ def test_memory_plan_counts_the_text_encoders_part(trained):
     assert adapters(CONFIG.adapter, clip=clip) > adapters(without)
     with pytest.raises(ValueError, match="needs CLIP"):
         MemoryPlan.execute(patcher, dataset, CONFIG.adapter, 1)
+
+
+@every
+@pytest.mark.parametrize("mode", ["none", "block"])
+def test_what_training_the_text_encoders_takes_is_foreseen(name, mode):
+    clip = clip_of(name)
+    denoiser = ComfyDenoiser(tiny(name)(), clip)
+    batch = Captioned(tiny(name), clip).batch(2, seed=0, index=0)
+    adapted = select(denoiser.specs, denoiser.family, CONFIG.adapter)
+    found, without = (
+        forecast(denoiser, adapted, CONFIG.adapter, each, mode, torch.float32)
+        for each in (batch, dataclasses.replace(batch, captions=()))
+    )
+    assert found.kept > without.kept
+    if not PRETENDED:  # there a view counts like a copy
+        live, kept = measured(denoiser, batch, CONFIG, mode)
+        assert abs(found.kept / kept - 1) <= 0.1 and abs(found.peak / live.peak - 1) <= 0.1
 
 
 def test_train_steps_asks_for_the_clip_it_needs():

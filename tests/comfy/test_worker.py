@@ -136,6 +136,18 @@ def train(folder):
     return workers.train(Run(folder), {"5": {}}, "5", 2, 0, 10, lambda progress: None)
 
 
+def cancelled_when_there(folder, monkeypatch):
+    """Train, and press Cancel when the processes have made the file `there`."""
+
+    def cancel():
+        if (folder / "there").exists():
+            raise comfy.model_management.InterruptProcessingException
+
+    monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        train(folder)
+
+
 @posix
 def test_processes_that_fail_are_quoted(processes, tmp_path):
     processes("echo no room left on the card; exit 3")
@@ -165,13 +177,7 @@ def test_cancel_asks_the_processes_to_save_and_end(processes, tmp_path, monkeypa
         f"trap 'touch {tmp_path}/saved; exit 1' TERM; touch {tmp_path}/there; while :; do sleep 0.1; done"
     )
 
-    def cancel():
-        if (tmp_path / "there").exists():
-            raise comfy.model_management.InterruptProcessingException
-
-    monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel)
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        train(tmp_path)
+    cancelled_when_there(tmp_path, monkeypatch)
     assert (tmp_path / "saved").exists()
 
 
@@ -182,13 +188,7 @@ def test_cancel_asks_the_process_that_keeps_the_run_and_gives_it_time(processes,
     keeper += f"touch {tmp_path}/there; while :; do sleep 0.1; done"
     processes(f"trap 'kill -9 $!; exit 1' TERM; RANK=0 sh -c \"{keeper}\" & wait; wait; exit 1")
 
-    def cancel():
-        if (tmp_path / "there").exists():
-            raise comfy.model_management.InterruptProcessingException
-
-    monkeypatch.setattr(comfy.model_management, "throw_exception_if_processing_interrupted", cancel)
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        train(tmp_path)
+    cancelled_when_there(tmp_path, monkeypatch)
     assert (tmp_path / "saved").exists()
 
 

@@ -97,7 +97,9 @@ def test_the_largest_batch_has_the_longest_text_whichever_pictures(tmp_path):
     for name, words in (("a", "a"), ("b", "a long caption"), ("c", "shorter")):
         add(tmp_path / "set", f"{name}.png", words)
     found = encode(scan(tmp_path / "set", SMALL), WordByWord(), tmp_path / "cache")
-    assert found.largest_batch(2).conditioning[0]["cross_attn"].shape == (1, len("a long caption"), 8)
+    batch = found.largest_batch(4)
+    assert batch.captions == ["a long caption", "shorter", "a", "a long caption"]
+    assert {c["cross_attn"].shape[1] for c in batch.conditioning} == {len("a long caption")}
 
 
 def all_batches(dataset, size=1, seed=0, epochs=1):

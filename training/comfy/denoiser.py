@@ -146,10 +146,7 @@ class ComfyDenoiser:
         ]
 
     def _conditioning(self, batch: Batch) -> Sequence[Conditioning]:
-        """Return the cached conditioning, or what text encoders in training make of the captions now.
-
-        A batch that memory is planned with has no captions.
-        """
+        """Return the cached conditioning, or what text encoders in training make of the captions now."""
         if self.text is None or not batch.captions:
             return batch.conditioning
         made: dict[str, Conditioning] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -116,20 +116,25 @@ class EncodedDataset:
         )
 
     def largest_batch(self, size: int) -> Batch:
-        """Return `size` times a view of the largest bucket and the longest text: memory is planned for it."""
+        """Return `size` times a view of the largest bucket and the longest text: memory is planned for it.
+
+        Captions are the longest ones, each another, as text encoders in training encode each once.
+        """
         at = self.index
         sides = np.array(at.buckets)[at.bucket[self.entries]]
         entry = int(self.entries[sides.prod(1).argmax()])
         view = int(at.view_start[entry])
         samples = np.unique(at.sample[self.entries])
         samples = samples[:: max(1, len(samples) // MOST_LOOKED_AT)]
-        texts = [bytes(at.text_keys[text]) for s in samples for text in range(*at.text_start[s : s + 2])]
-        text = max(texts, key=partial(self.store.size, "text"))
+        texts = [(s, text) for s in samples.tolist() for text in range(*at.text_start[s : s + 2].tolist())]
+        texts.sort(key=lambda each: -self.store.size("text", bytes(at.text_keys[each[1]])))
+        longest = bytes(at.text_keys[texts[0][1]])
         latents = self._latents(view)
         return Batch(
             latents=latents.expand(size, *latents.shape),
-            conditioning=[self._conditioning(text)] * size,
+            conditioning=[self._conditioning(longest)] * size,
             extras=[self._extras(entry, view)] * size,
+            captions=[self._caption(*texts[i % len(texts)]) for i in range(size)],
         )
 
     def choose(self, size: int, *, seed: int, index: int) -> Choice:

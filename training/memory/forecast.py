@@ -82,6 +82,8 @@ def forecast(
             stack.callback(block.register_forward_pre_hook(_noting(inputs), with_kwargs=True).remove)
         x0 = torch.zeros(batch.latents.shape, device=denoiser.device)
         sigma = torch.full((len(x0),), 0.5, device=denoiser.device)
+        # Fake tensors are for one thread; text encoders in training put nodes on two devices into the graph.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         live = stack.enter_context(LiveTensors())
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
         kept = live.now
