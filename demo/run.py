@@ -262,7 +262,7 @@ def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float
     with Bar(plan.prompt) as on_event:
         done = comfy.run(plan.prompt, on_event)
     trained_after = time.monotonic() - began
-    folder = output / "graft" / done["outputs"][train_node]["text"][0].splitlines()[-1]
+    folder = output / "graft" / done["outputs"][train_node]["text"][0].splitlines()[1]
     losses = losses_of(folder, settings["steps"])
     lora = f"{plan.name}.safetensors"
     shutil.copyfile(output / "loras" / lora, out / lora)

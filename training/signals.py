@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -38,16 +38,24 @@ def saving_run() -> Iterator[None]:
     global _running
     with _lock:
         _running += 1
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, _put_off) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with answered_by(_put_off, signal.SIGTERM, signal.SIGINT):
+            yield
+    finally:
+        with _lock:
+            _running -= 1
+
+
+@contextmanager
+def answered_by(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """In the main thread, let `handler` answer these signals for the duration of the context."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        with _lock:
-            _running -= 1
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def raise_if_asked() -> None:

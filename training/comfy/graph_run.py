@@ -100,7 +100,7 @@ class GraphRun:
             node_id=self.node.id,
             workflow=self.node.workflow,
         ) as on_step:
-            steps = self._trained_elsewhere(on_step)
+            steps = self._steps_done_elsewhere(on_step) if self._takes_several else self.steps
             samples = self._samples()
             return execute(
                 Run(paths.own_folder(self.folder), self.saving, self.tensorboard),
@@ -108,7 +108,7 @@ class GraphRun:
                 self.dataset,
                 self.config,
                 self.start,
-                steps=self.steps if steps is None else steps,
+                steps=steps,
                 on_start=samples.on_start if samples else ignore_start,
                 on_step=samples.following(on_step) if samples else on_step,
                 notes=run_metadata(
@@ -117,10 +117,12 @@ class GraphRun:
                 validation=self.validation,
             )
 
-    def _trained_elsewhere(self, on_step: OnStep) -> int | None:
-        """Train on several cards, where that is asked for; return how many steps were done there."""
-        if self.gpus == 1 or distributed.world() > 1:
-            return None
+    @property
+    def _takes_several(self) -> bool:
+        """Whether this process has others train on several cards, being none of them itself."""
+        return self.gpus > 1 and distributed.world() == 1
+
+    def _steps_done_elsewhere(self, on_step: OnStep) -> int:
         run, node = Run(self.folder), self.node
         return workers.train(run, node.prompt or {}, node.id, self.gpus, self.first, self.last, on_step)
 

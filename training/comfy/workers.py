@@ -146,9 +146,11 @@ def _started(graph: Path, node: str, count: int, words: Any) -> Iterator[subproc
         if process.poll() is None:
             _ask_to_save(process)
         for end in (process.terminate, process.kill):
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(GRACE)
-            end()
+                break
+            except subprocess.TimeoutExpired:
+                end()
         process.wait()
 
 

