@@ -100,8 +100,9 @@ class TinyDenoiser:
         return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}
 
     @contextmanager
-    def hold(self, dtype: torch.dtype, store: str = "resident") -> Iterator[HeldBase]:
-        modules, kept = dict(self.module.named_modules()), Store(store, FAMILY.blocks, dtype, self.device)
+    def hold(self, dtype: torch.dtype, store: str = "resident", host_room: int = 0) -> Iterator[HeldBase]:
+        modules = dict(self.module.named_modules())
+        kept = Store(store, FAMILY.blocks, dtype, self.device, host_room=host_room)
         fetch = {name: self._fetch(name, spec, modules[name], kept) for name, spec in self.specs.items()}
         layers = {n: FrozenLayer(n, spec, modules[n], *fetch[n]) for n, spec in self.specs.items()}
         for layer in layers.values():

@@ -114,8 +114,13 @@ class Denoiser(Protocol):
         """Every layer an adapter could sit on, by module path. Readable without holding the weights."""
         ...
 
-    def hold(self, dtype: torch.dtype, store: str = "resident") -> AbstractContextManager[HeldBase]:
-        """Own the weights during the context: computing in `dtype`, restored exactly on every exit."""
+    def hold(
+        self, dtype: torch.dtype, store: str = "resident", host_room: int = 0
+    ) -> AbstractContextManager[HeldBase]:
+        """Own the weights during the context: computing in `dtype`, restored exactly on every exit.
+
+        `store` is one of `memory.store.STORES`, and leaves `host_room` bytes of host memory to others.
+        """
         ...
 
     def scale_latents(self, latents: Tensor) -> Tensor:

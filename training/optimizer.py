@@ -37,6 +37,8 @@ class Row:
     """Of memory for each trained number."""
     memory: tuple[str, ...] = ()
     """Entries of a parameter group that change as it runs."""
+    step_bytes: float = 0.0
+    """Of temporary tensors for each trained number, where a step is computed for all tensors at once."""
     averages: bool = False
     """It trains at other weights than those to draw with (schedule-free), which `final_weights` computes."""
     finds_rate: bool = False
@@ -190,7 +192,7 @@ def _adam(config: OptimizerConfig) -> dict[str, Any]:
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fuses = all(p.device.type in ("cuda", "cpu") and p.dtype == torch.float32 for p in parameters)
+    fuses = all(p.device.type in ("cuda", "cpu") for p in parameters)
     return torch.optim.AdamW(groups, **_adam(config), fused=fuses or None)
 
 
@@ -257,11 +259,13 @@ OPTIMIZERS: Mapping[str, Row] = {
     "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit"), 2.1),
     "lion": Row(_lion, 4),
     "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1),
-    "adafactor": Row(_adafactor, 0.5),
+    "adafactor": Row(_adafactor, 0.5, step_bytes=4),
     "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_rate=True),
-    "schedule-free-adamw": Row(_schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, averages=True),
+    "schedule-free-adamw": Row(
+        _schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, step_bytes=4, averages=True
+    ),
     "schedule-free-radam": Row(_schedule_free("RAdamScheduleFree"), 8, SCHEDULE_FREE, averages=True),
     "stable-adamw": Row(_stable_adamw, 8),
-    "sgd": Row(_sgd, 4),
+    "sgd": Row(_sgd, 4, step_bytes=4),
 }
 """By `OptimizerConfig.name`."""

@@ -22,7 +22,7 @@ class Kept(ComfyDenoiser):
 
     store = "resident"
 
-    def hold(self, dtype):
+    def hold(self, dtype, *_):
         return super().hold(dtype, self.store)
 
 

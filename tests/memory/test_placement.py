@@ -41,7 +41,7 @@ class Small(TinyDenoiser):
         super().__init__()
         self.fails, self.calls, self.stores = fails, 0, []
 
-    def hold(self, dtype, store="resident"):
+    def hold(self, dtype, store="resident", host_room=0):
         if store == UNPLACED:
             return super().hold(dtype, store)
         if self.fails(store, None):

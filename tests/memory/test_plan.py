@@ -11,9 +11,10 @@ import torch
 from graft.tests.adapters.cases import adapter_config, train_config
 from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
-from graft.training.loop import train
+from graft.training.loop import initial_state, train
 from graft.training.memory.checkpointing import MODES
 from graft.training.memory.live import LiveTensors
+from graft.training.memory.placement import Placement
 from graft.training.memory.plan import (
     GIB,
     RESERVE,
@@ -23,6 +24,7 @@ from graft.training.memory.plan import (
     candidates,
     fits_surely,
     fitting,
+    optimizing_bytes,
     predictor,
     table,
 )
@@ -71,7 +73,7 @@ def test_what_is_free_is_asked_when_everything_else_is_unloaded(monkeypatch):
     hold = denoiser.hold
 
     @contextmanager
-    def unloading(dtype, store):
+    def unloading(dtype, store, host_room=0):
         with hold(dtype, store) as base:
             held.append(store)
             yield base
@@ -86,6 +88,29 @@ def test_what_is_free_is_asked_when_everything_else_is_unloaded(monkeypatch):
 def test_a_plan_that_the_user_fixed_is_kept():
     config = with_memory(base="resident", checkpointing="selective")
     assert chosen(TinyDenoiser(), 1000, config) == [Plan("resident", "selective")]
+
+
+def test_host_memory_is_left_for_block_inputs(monkeypatch):
+    monkeypatch.setattr("graft.training.memory.offload.SMALLEST_INPUT", 1)
+    denoiser, rooms = TinyDenoiser(), []
+    hold = denoiser.hold
+    denoiser.hold = lambda dtype, store, room=0: rooms.append((store, room)) or hold(dtype, store, room)
+    fixed = with_memory(base="offload", checkpointing="block-offload")
+    inputs = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("resident", "none")).step.inputs
+    for config in (CONFIG, fixed):
+        (plan,) = chosen(denoiser, 1000, config)
+        assert plan.host_room == inputs > 0
+        rooms.clear()
+        with Placement(denoiser, {}, [plan], torch.float32):
+            assert rooms == [("offload", inputs)]
+
+
+def test_what_waits_in_host_memory_is_told(monkeypatch):
+    monkeypatch.setattr("graft.training.memory.offload.SMALLEST_INPUT", 1)
+    found = {p.plan: p for p in predictions(TinyDenoiser())}
+    base, inputs = found[Plan("offload", "none")].host, found[Plan("resident", "block-offload")].host
+    assert base > 0 and inputs > 0 and found[Plan("resident", "none")].host == 0
+    assert found[Plan("offload", "block-offload")].host == base + inputs
 
 
 def test_with_ample_memory_nothing_is_foreseen(monkeypatch):
@@ -133,6 +158,31 @@ def test_adapters_take_what_is_counted(name):
     assert abs(averaged - counted - sum(t.nbytes for t in state.weights.values())) <= 1000
 
 
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_an_optimizer_step_takes_what_is_counted(weights):
+    optimizer = OptimizerConfig(name="sgd", weights=weights)
+    config = replace(CONFIG, optimizer=optimizer)
+    denoiser = TinyDenoiser()
+    work = Work(denoiser, config, initial_state(denoiser, config), {})
+    work.optimizer.param_groups[0]["foreach"] = True  # as on a card
+    largest = max(p.numel() for p in work.parameters.values())
+    with LiveTensors() as live:
+        for _ in range(2):  # the first one makes the optimizer's memory
+            before = live.now
+            for parameter in work.parameters.values():
+                parameter.grad = torch.ones_like(parameter)
+            live.peak = live.now
+            work.optimize(1e-3, 0.0)
+    counted = optimizing_bytes(denoiser.specs, config)
+    assert abs(live.peak - before - counted) <= 12 * largest < counted / 4
+
+
+def test_a_plan_takes_what_its_worst_moment_does():
+    found = predictions(TinyDenoiser())[-1]
+    assert found.peak == found.weights + found.adapters + found.step.peak
+    assert replace(found, optimizing=10 * found.step.peak).peak > 10 * found.step.peak
+
+
 def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeypatch):
     """They are counted in every plan; a run that goes on has the optimizer's memory there, too."""
     free, budgets = GIB, []
@@ -164,7 +214,7 @@ class Card(TinyDenoiser):
         self.left, self.stores = left, []
 
     @contextmanager
-    def hold(self, dtype, store):
+    def hold(self, dtype, store, host_room=0):
         self.stores.append(store)
         self.live.limit = self.left if store == "resident" else None
         try:

@@ -292,8 +292,18 @@ def test_pinned_memory_is_shared_in_pieces_and_given_back(monkeypatch):
     assert all(t.storage_offset() * t.itemsize % offload.ALIGNMENT == 0 for t in taken)
     memory.take(weight())
     assert pieces == [4096, 128 * 256 * 4]
+    memory.take(weight(3, 4096))
+    assert pieces[2] == 4 * 4096 * 4 and len(memory.rooms[-1]) == 4096 * 4
     memory.release()
     assert not memory.rooms
+
+
+@pytest.mark.parametrize(("room", "pinned"), [(0, True), (1 << 30, False)])
+def test_host_memory_is_left_for_others(monkeypatch, room, pinned):
+    monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
+    monkeypatch.setattr(offload, "free_bytes", lambda device: offload.HOST_RESERVE + offload.PIECE)
+    memory = Store("offload", (), torch.float32, CPU, host_room=room).pinned
+    assert (memory.take(weight()).storage_offset() == 0) and (memory.taken > 0) == pinned
 
 
 @pytest.mark.parametrize("free", [1 << 20, 1 << 40])
@@ -311,7 +321,7 @@ def test_where_the_system_pins_no_more_weights_stay_where_they_are(monkeypatch, 
 def test_an_offloaded_weight_is_in_host_memory_once(monkeypatch):
     monkeypatch.setattr(offload, "PIECE", 0)
     monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
-    store = Store("offload", ("blocks.*",), torch.bfloat16, CPU, Ring(Logging(), 0))
+    store = Store("offload", ("blocks.*",), torch.bfloat16, CPU, ring=Ring(Logging(), 0))
     with LiveTensors() as live:
         fetch = store.fetch_of("blocks.0.mlp", LayerSpec("linear", (128, 256)), plain(weight()))
         gc.collect()

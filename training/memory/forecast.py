@@ -25,7 +25,7 @@ from ..model import Batch, Denoiser, HeldBase
 from ..objective import loss_at
 from .checkpointing import checkpointed, repeated_blocks
 from .live import LiveTensors
-from .offload import is_worth_moving
+from .offload import is_worth_moving, pinned_size
 from .store import UNPLACED
 
 
@@ -39,6 +39,8 @@ class Forecast:
     """Bytes at the worst moment, gradients included."""
     flops: int
     """Floating-point operations of products, convolutions and attention."""
+    inputs: int = 0
+    """Bytes of host memory that "block-offload" takes for the blocks' inputs, in whichever mode this is."""
     loose: int = 0
     """Bytes of what the network has beside its layers' weights (norms, biases, positions): not of a step, but
     on the device by every plan."""
@@ -77,8 +79,8 @@ def forecast(
         units = denoiser.family.checkpointed
         kept_of_block = "block" if mode == "block-offload" else mode
         stack.enter_context(checkpointed(base.module, units, kept_of_block, copies=copies))
-        inputs: list[int] = []
-        for block in repeated_blocks(base.module, units).values() if mode == "block-offload" else ():
+        inputs: list[list[int]] = []
+        for block in repeated_blocks(base.module, units).values():
             stack.callback(block.register_forward_pre_hook(_noting(inputs), with_kwargs=True).remove)
         x0 = torch.zeros(batch.latents.shape, device=denoiser.device)
         sigma = torch.full((len(x0),), 0.5, device=denoiser.device)
@@ -88,7 +90,10 @@ def forecast(
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
         kept = live.now
         loss.backward()  # type: ignore[no-untyped-call]
-    return Forecast(kept - sum(inputs), live.peak - sum(inputs) + max(inputs, default=0), live.flops, loose)
+    on_host = sum(pinned_size(size) for sizes in inputs for size in sizes)
+    moved = [sum(sizes) for sizes in inputs] if mode == "block-offload" else []
+    peak = live.peak - sum(moved) + max(moved, default=0)
+    return Forecast(kept - sum(moved), peak, live.flops, on_host, loose)
 
 
 def loose_bytes(base: HeldBase) -> int:
@@ -127,12 +132,12 @@ def _fake_weight(
     return lambda wanted, device: fake if wanted == dtype else fake.to(wanted)
 
 
-def _noting(sizes: list[int]) -> Callable[..., None]:
-    """Return a hook that appends the bytes of a block's inputs that would wait in host memory."""
+def _noting(inputs: list[list[int]]) -> Callable[..., None]:
+    """Return a hook that appends the bytes of each of a block's inputs that would wait in host memory."""
 
     def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        sizes.append(sum(t.nbytes for t in tensors if is_worth_moving(t)))
+        inputs.append([t.nbytes for t in tensors if is_worth_moving(t)])
 
     return note
 

@@ -139,10 +139,12 @@ class PinnedMemory:
     """Host memory that a device can read while it computes.
 
     PyTorch rounds every request up to a power of two, so tensors share pieces of that size. Where the host
-    has no more of it, they stay where they are, and the program waits for every copy.
+    has no more than `kept_free` of it, they stay where they are, and the program waits for every copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_free: int = 0) -> None:
+        self.kept_free = HOST_RESERVE + kept_free
+        """Bytes."""
         self.rooms: list[Tensor] = []
         """What is left of each piece, as bytes."""
         self.taken = 0
@@ -153,7 +155,7 @@ class PinnedMemory:
         """Return a pinned copy of a host tensor, or the tensor itself where there is no room."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         index = next((i for i, room in enumerate(self.rooms) if len(room) >= size), len(self.rooms))
-        if index == len(self.rooms) and not self._grow(max(size, PIECE)):
+        if index == len(self.rooms) and not self._grow(max(pinned_size(size), PIECE)):
             return tensor
         room = self.rooms[index]
         self.rooms[index] = room[size:]
@@ -165,7 +167,7 @@ class PinnedMemory:
             return False
         free = free_bytes(torch.device("cpu"))
         try:
-            if free is not None and free < size + HOST_RESERVE:
+            if free is not None and free < size + self.kept_free:
                 raise MemoryError(f"{free / 2**30:.1f} GiB are free")
             self.rooms.append(pinned_bytes(size))
         except (RuntimeError, MemoryError) as error:  # systems set limits of their own
@@ -188,6 +190,11 @@ class PinnedMemory:
 def pinned_bytes(size: int) -> Tensor:
     """Return (size,) uint8. Raises RuntimeError where the system refuses."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def pinned_size(size: int) -> int:
+    """Return how many bytes PyTorch takes for so many."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 PIECE = 1 << 29

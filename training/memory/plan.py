@@ -1,15 +1,16 @@
 """The memory plan: where the base is kept and what of a step is recomputed, chosen by what fits.
 
-The peak of a plan is the base's weights where it keeps them, the adapters with their gradients and optimizer
-memory, and a forecast of the step (`forecast.py`). What the settings leave open is decided by it, fastest
-plan first; rounding the base changes the result and so is never decided here.
+The peak of a plan is the base's weights where it keeps them, the adapters with their optimizer memory, and
+what a step takes: a forecast of its passes (`forecast.py`), or the optimizer's part where that is more. What
+the settings leave open is decided by it, fastest plan first; rounding the base changes the result and so is
+never decided here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
@@ -42,6 +43,8 @@ class Plan:
     """One of STORES."""
     checkpointing: str
     """One of checkpointing.MODES."""
+    host_room: int = field(default=0, compare=False)
+    """Bytes of host memory that are left for block inputs, whatever of the base is to be there."""
 
     def __str__(self) -> str:
         return f"base {self.base}, checkpointing {self.checkpointing}"
@@ -57,6 +60,10 @@ class Prediction:
     adapters: int
     """Weights of what is trained, their average and optimizer memory."""
     step: Forecast
+    optimizing: int = 0
+    """Gradients and temporary tensors while the optimizer moves the weights, after both passes."""
+    host: int = 0
+    """Of host memory: the base's weights, block inputs."""
     moved: int = 0
     """Copied from host memory to the device in a step."""
     correction: float = 1.0
@@ -68,7 +75,7 @@ class Prediction:
 
     @property
     def step_peak(self) -> int:
-        return int(self.step.peak * self.correction)
+        return max(int(self.step.peak * self.correction), self.optimizing)
 
     def seconds(self, flops: float, bandwidth: float) -> float:
         """Return a step's time on a device of so many operations and bytes a second; copies run beside."""
@@ -117,10 +124,11 @@ def fitting(
     does no budget. `predict` is a `predictor` of the same, if the caller has one: nothing is forecast twice.
     """
     plans = candidates(config.memory)
+    is_open = len(plans) > 1 or plans[0] == Plan("offload", "block-offload")
     if (
         batch is None
         or budget is None
-        or len(plans) == 1
+        or not is_open
         or fits_surely(denoiser, adapted, config, batch, budget)
     ):
         return plans
@@ -130,7 +138,7 @@ def fitting(
             found = predict(plan)
             if found.peak <= budget * (1 - RESERVE):
                 log.info("Graft: %s takes %s of %s.", plan, gib(found.peak), gib(budget))
-                return plans[index:]
+                return with_host_room(plans[index:], found.step)
     except (RuntimeError, NotImplementedError) as error:
         log.warning("Graft: the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
         return plans
@@ -139,7 +147,13 @@ def fitting(
         "'nf4' in Memory Settings to take less.",
         *(gib(budget), plans[-1], gib(found.peak)),
     )
-    return plans[-1:]
+    return with_host_room(plans[-1:], found.step)
+
+
+def with_host_room(plans: Sequence[Plan], step: Forecast) -> Sequence[Plan]:
+    """Return the plans with what block inputs take of host memory, as a forecast of any mode says it."""
+    moves = "block-offload"
+    return [replace(p, host_room=step.inputs) if p.checkpointing == moves else p for p in plans]
 
 
 def predictor(
@@ -151,6 +165,7 @@ def predictor(
     """
     dtype = compute_dtype(config.memory, denoiser.device)
     blocks = denoiser.family.blocks
+    kept, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
 
     @cache
     def step(mode: str) -> Forecast:
@@ -169,8 +184,17 @@ def predictor(
         everything = bytes_of(denoiser.specs, blocks, "resident", dtype)
         foreseen = step(plan.checkpointing)
         passes = 2 if plan.checkpointing in ("none", "selective") else 3
-        moved = passes * everything if plan.base == "offload" else 0
-        return Prediction(plan, weights + foreseen.loose, adapter_bytes(adapted, config), foreseen, moved)
+        offloaded = everything if plan.base == "offload" else 0
+        inputs = foreseen.inputs if plan.checkpointing == "block-offload" else 0
+        return Prediction(
+            plan,
+            weights=weights + foreseen.loose,
+            adapters=kept,
+            step=foreseen,
+            optimizing=optimizing,
+            host=offloaded + inputs,
+            moved=passes * offloaded,
+        )
 
     return predict
 
@@ -184,12 +208,23 @@ def whole_again(specs: Mapping[str, LayerSpec], plan: Plan, dtype: torch.dtype) 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
     """Return the bytes of the adapters' weights, their average and their optimizer's memory; gradients are
     the step's."""
-    with torch.device("meta"):
-        adapters = build_adapters(adapted, config.adapter)
-    trained = sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
     weight = 4 if config.optimizer.weights == "fp32" else 2
     average = 4 if config.ema.decay else 0
-    return int(trained * (weight + average + row_of(config.optimizer).state_bytes))
+    return int(trained(adapted, config) * (weight + average + row_of(config.optimizer).state_bytes))
+
+
+def optimizing_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
+    """Return the bytes that the optimizer's step takes on top: float32 gradients, and weights in place of
+    bf16 ones."""
+    copies = 0 if config.optimizer.weights == "fp32" else 2
+    return int(trained(adapted, config) * (4 + copies + row_of(config.optimizer).step_bytes))
+
+
+def trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
+    """Return how many numbers the adapters have."""
+    with torch.device("meta"):
+        adapters = build_adapters(adapted, config.adapter)
+    return sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
 
 
 def fits_surely(
@@ -215,18 +250,19 @@ def gib(size: int) -> str:
 def table(
     predictions: Sequence[Prediction], budget: int | None, flops: float | None, bandwidth: float
 ) -> str:
-    """Return the plans as text, one a line: what each takes, how long a step lasts, whether it fits.
+    """Return the plans as text, one a line: what each takes of the device and of host memory, how long a
+    step lasts, whether it fits the device.
 
     Without the device's `flops` a second, times are multiples of the fastest plan's.
     """
     rows: list[tuple[str, ...]] = [
-        ("base", "checkpointing", "weights", "adapters", "step", "peak", "time", "")
+        ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
     ]
     fastest = min(p.step.flops for p in predictions) or 1
     for p in predictions:
         time = f"x {p.step.flops / fastest:.2f}" if flops is None else f"{p.seconds(flops, bandwidth):.3g} s"
         fits = "" if budget is None else "fits" if p.peak <= budget * (1 - RESERVE) else "too large"
-        sizes = (gib(size) for size in (p.weights, p.adapters, p.step_peak, p.peak))
+        sizes = (gib(size) if size else "-" for size in (p.weights, p.adapters, p.step_peak, p.peak, p.host))
         rows.append((p.plan.base, p.plan.checkpointing, *sizes, time, fits))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -35,13 +35,16 @@ class Store:
     dtype: torch.dtype
     device: torch.device
     ring: Ring | None = None
-    pinned: PinnedMemory = field(default_factory=PinnedMemory)
+    host_room: int = 0
+    """Bytes of host memory to leave, on top of what the system needs."""
+    pinned: PinnedMemory = field(init=False)
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights in host memory."""
 
     def __post_init__(self) -> None:
         if self.name not in (*STORES, UNPLACED):
             raise ValueError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
+        self.pinned = PinnedMemory(self.host_room)
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)
 
