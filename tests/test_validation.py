@@ -56,7 +56,7 @@ def test_where_the_base_does_not_fit_it_is_measured_offloaded(monkeypatch):
     denoiser, held = TinyDenoiser(), []
     hold = denoiser.hold
 
-    def small(dtype, store="resident"):
+    def small(dtype, store="resident", host_room=0):
         held.append(store)
         if store == "resident":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
