@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..training.job_graph import Prompt, of_kind
+from ..training.job.graph import Prompt, of_kind
 
 Link = list[Any]
 

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..training import data
 from ..training.comfy import jobs
 from ..training.job import Job
-from ..training.job_graph import NODES
+from ..training.job.graph import NODES
 from .dataset import JoinDatasets, LoadDataset
 from .lora import BuildLora
 from .lora_settings import LoraSettings

@@ -11,11 +11,11 @@ from comfy_api.latest import io
 from ..training.checkpoint import StateHandle, open_state, save_state
 from ..training.comfy import paths
 from ..training.family import family_named
-from ..training.formats import FILE_FORMATS
-from ..training.log import read_log
+from ..training.lora_file.formats import FILE_FORMATS
+from ..training.lora_file.metadata import WEIGHTS, lora_metadata, write_lora
 from ..training.memory.precision import DTYPES
-from ..training.metadata import WEIGHTS, lora_metadata, write_lora
 from ..training.run import Run, newest
+from ..training.run.log import read_log
 from ..training.tensor_file import TensorFile
 from .sockets import State, schema
 

@@ -19,10 +19,10 @@ from ..training.config import (
 from ..training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
 from ..training.memory.checkpointing import MODES
 from ..training.memory.store import STORES
+from ..training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
+from ..training.objective.weighting import LOSSES, SPACES, WEIGHTINGS
 from ..training.optimizer import OPTIMIZERS
 from ..training.schedule import SCHEDULES
-from ..training.sigmas import RESOLUTION_SHIFTS, SIGMAS
-from ..training.weighting import LOSSES, SPACES, WEIGHTINGS
 from .sockets import (
     Checkpoints,
     Dataset,

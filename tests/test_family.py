@@ -3,7 +3,7 @@
 import pytest
 
 from graft.training.family import FAMILIES, family_of
-from graft.training.formats import to_diffusers
+from graft.training.lora_file.formats import to_diffusers
 from graft.training.tools.names import export_family
 
 

@@ -13,9 +13,9 @@ import graft
 from graft.training.config import ObjectiveConfig, from_dict
 from graft.training.family import FAMILIES
 from graft.training.job import compile_job, read_job
-from graft.training.job_graph import NODES
-from graft.training.job_keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS
-from graft.training.sigmas import biased, draw_sigmas
+from graft.training.job.graph import NODES
+from graft.training.job.keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS
+from graft.training.objective.sigmas import biased, draw_sigmas
 
 from .tiny import Flow
 

@@ -9,9 +9,9 @@ import types
 import pytest
 
 from graft.training.config import CheckpointConfig
-from graft.training.log import RunLog, clock, describe, entry, read_entries, read_log
 from graft.training.loop import Progress
 from graft.training.run import Run, execute
+from graft.training.run.log import RunLog, clock, describe, entry, read_entries, read_log
 
 from .test_laws import CONFIG
 from .tiny import TinyDataset, TinyDenoiser

@@ -16,7 +16,7 @@ from graft.tests.tiny import Flow
 from graft.training.config import AdapterConfig, ObjectiveConfig, TrainConfig
 from graft.training.data import encode, join, scan
 from graft.training.family import FAMILIES
-from graft.training.metadata import COVER_SIDE, lora_metadata, run_metadata, with_hashes
+from graft.training.lora_file.metadata import COVER_SIDE, lora_metadata, run_metadata, with_hashes
 from graft.training.state import TrainState
 
 CONFIG = TrainConfig(batch_size=2, seed=5, objective=ObjectiveConfig(noise_offset=0.05))

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from graft.training import rng, sigmas
+from graft.training import rng
 from graft.training.config import ObjectiveConfig, TrainConfig, from_dict
 from graft.training.model import Batch
-from graft.training.noise import draw_noise, offset_noise, pyramid_noise
-from graft.training.objective import check_sampling, differential_target, loss, loss_at, with_guidance
-from graft.training.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for, shift_notes
-from graft.training.weighting import LOSSES, SPACES, WEIGHTINGS, Level
+from graft.training.objective import check_sampling, differential_target, loss, loss_at, sigmas, with_guidance
+from graft.training.objective.noise import draw_noise, offset_noise, pyramid_noise
+from graft.training.objective.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for, shift_notes
+from graft.training.objective.weighting import LOSSES, SPACES, WEIGHTINGS, Level
 
 from .tiny import FAMILY, Flow, TinyDataset, TinyDenoiser
 

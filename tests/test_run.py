@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from graft.training import lock
 from graft.training import run as run_module
 from graft.training.checkpoint import open_state
 from graft.training.config import (
@@ -26,11 +25,11 @@ from graft.training.config import (
     from_dict,
     to_dict,
 )
-from graft.training.lock import locked
-from graft.training.log import read_log
 from graft.training.loop import STOP
 from graft.training.lora_file import lora_tensors
-from graft.training.run import DiskFull, Run, execute, handed_on, run_key
+from graft.training.run import DiskFull, Run, execute, handed_on, lock, run_key
+from graft.training.run.lock import locked
+from graft.training.run.log import read_log
 from graft.training.work import Work
 
 from .test_laws import CONFIG, assert_same

@@ -256,7 +256,7 @@ class ObjectiveConfig:
     """
 
     sigmas: str = "auto"
-    """How noise levels are drawn: "auto" takes the family's; see SIGMAS in sigmas.py."""
+    """How noise levels are drawn: "auto" takes the family's; see SIGMAS in objective/sigmas.py."""
     shift: float = 0.0
     """Above 1 favours high noise, below 1 low noise. 0 means the family's default."""
     resolution_shift: Literal["auto", "none", "flux", "sd3"] = "auto"

@@ -56,7 +56,7 @@ class Family:
     prediction: str = ""
     """modelspec.prediction_type; empty where the standard has no word for it."""
     export: str = ""
-    """Row of EXPORTS in formats.py: diffusers' names of its layers; empty where it has no such names."""
+    """Row of EXPORTS in lora_file/formats.py: diffusers' names of its layers; empty where it has none."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Warnings shown when this family is trained."""
     text_encoders: Mapping[str, str] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from .memory.placement import Placement
 from .memory.plan import Plan, candidates
 from .memory.precision import compute_dtype
 from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
-from .sigmas import is_flow, to_sigmas
+from .objective.sigmas import is_flow, to_sigmas
 from .state import TrainState
 
 LEVELS = tuple(level / 10 for level in range(1, 10))

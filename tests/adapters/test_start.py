@@ -14,7 +14,7 @@ from graft.training.adapters import build_adapters, named_parameters, restore_ad
 from graft.training.config import AdapterConfig
 from graft.training.loop import train
 from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.start import config_from_file, layer_names, match_layers, start_from_file
+from graft.training.lora_file.start import config_from_file, layer_names, match_layers, start_from_file
 from graft.training.state import TrainState
 
 from .cases import METHODS, adapter_config, fresh_state, train_config

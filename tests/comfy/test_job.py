@@ -19,7 +19,7 @@ from graft.training.headless import launch
 from graft.training.headless.export import as_text
 from graft.training.headless.train import extra_data
 from graft.training.job import compile_job, read_job
-from graft.training.job_graph import NODES
+from graft.training.job.graph import NODES
 
 ROOT = Path(graft.__file__).parent
 JOB = ROOT / "example_workflows" / "jobs" / "first_lora.yaml"

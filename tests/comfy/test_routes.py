@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from graft.tests.comfy.watch import watched
-from graft.training import log
 from graft.training.comfy import paths, server, session
 from graft.training.loop import STOP, Progress
+from graft.training.run import log
 
 CASES = int(os.environ.get("GRAFT_FUZZ_CASES", 2000))
 RUN = "people/anna-0123456789abcdef"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graft.training.objective import check_sampling, network_output, noised
-from graft.training.weighting import Level
+from graft.training.objective.weighting import Level
 
 TYPES = list(comfy.model_base.ModelType)
 REFUSED = {"IMG_TO_IMG_FLOW"}

@@ -15,10 +15,10 @@ from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.lora_names import lora_names
 from graft.training.config import AdapterConfig, TrainConfig
 from graft.training.family import is_text
-from graft.training.formats import diffusers_tensors
 from graft.training.loop import initial_state, train
 from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.start import config_from_file, match_layers, start_from_file
+from graft.training.lora_file.formats import diffusers_tensors
+from graft.training.lora_file.start import config_from_file, match_layers, start_from_file
 from graft.training.state import TrainState
 
 from .test_text_encoders import CONFIG as WITH_TEXT

@@ -37,9 +37,9 @@ from graft.training.config import (
 from graft.training.data import DatasetConfig
 from graft.training.data.caption import variations
 from graft.training.family import is_text
-from graft.training.formats import diffusers_tensors
 from graft.training.loop import initial_state, train
 from graft.training.lora_file import lora_tensors
+from graft.training.lora_file.formats import diffusers_tensors
 from graft.training.memory.forecast import forecast
 from graft.training.validation import validation_loss
 

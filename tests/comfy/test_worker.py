@@ -19,7 +19,7 @@ from graft.training import distributed
 from graft.training.comfy import paths, session, workers
 from graft.training.headless import launch
 from graft.training.job import compile_job
-from graft.training.job_graph import NODES, of_kind
+from graft.training.job.graph import NODES, of_kind
 from graft.training.loop import STOP
 from graft.training.run import Run, latest
 

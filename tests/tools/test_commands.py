@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from graft.training.cli import main
 from graft.training.lora_file import read_lora
-from graft.training.metadata import with_hashes
+from graft.training.lora_file.metadata import with_hashes
 
 from .files import PREFIX, checkpoint, lora_path, lora_tensors, weight_differences
 

@@ -14,7 +14,7 @@ from ..config import CheckpointConfig, TrainConfig
 from ..earlier import earlier_notes
 from ..family import Family
 from ..loop import OnStep
-from ..metadata import run_metadata
+from ..lora_file.metadata import run_metadata
 from ..model import Samples
 from ..run import Run, execute, handed_on, ignore_start, run_key
 from . import paths, workers

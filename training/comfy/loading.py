@@ -12,7 +12,7 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 
-from ..job_graph import FROM_CHECKPOINT
+from ..job.graph import FROM_CHECKPOINT
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
 from .paths import listed, listed_file

@@ -11,7 +11,7 @@ from .denoiser import NETWORK
 
 
 def lora_names(patcher: Any, clip: Any = None) -> dict[str, tuple[str, int, int]]:
-    """Return `training.start.layer_names` of this model for every layout that ComfyUI's loader knows for it.
+    """Return `lora_file.start.layer_names` of this model, for every layout that ComfyUI's loader knows.
 
     With `clip`, those of its text encoders too. Names for which the loader reorders the outputs (a diffusers
     norm's shift and scale) are left out.

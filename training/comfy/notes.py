@@ -9,9 +9,9 @@ from typing import Any
 from ..adapters import idle_patterns
 from ..config import TrainConfig
 from ..family import Family, family_of
+from ..objective.sigmas import shift_notes
 from ..optimizer import optimizer_notes
 from ..schedule import schedule_notes
-from ..sigmas import shift_notes
 from .denoiser import ComfyDenoiser
 
 MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")

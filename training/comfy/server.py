@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..log import read_entries
+from ..run.log import read_entries
 from . import paths
 from .session import known_runs, request_finish
 from .versions import running_server

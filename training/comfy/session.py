@@ -12,9 +12,9 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 
-from ..log import describe
 from ..loop import STOP, OnStep, Progress
 from ..model import OnProgress
+from ..run.log import describe
 from .versions import running_server
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from ..adapters import build_adapters, idle_patterns, needs_base, select
 from ..checkpoint import StateHandle, save_state
 from ..config import AdapterConfig, digest
 from ..lora_file import LoraFile, read_lora
+from ..lora_file.start import Matched, config_from_file, match_layers, start_from_file
 from ..memory.store import UNPLACED
-from ..start import Matched, config_from_file, match_layers, start_from_file
 from ..state import TrainState
 from ..tools.files import unmatched_lines
 from ..tools.merge import digest as contents

@@ -22,9 +22,9 @@ import comfy.model_management
 import folder_paths
 import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
-from ..log import read_entries
 from ..loop import STOP, OnStep, Progress
 from ..run import Run, finish, is_end, latest
+from ..run.log import read_entries
 from ..state import TrainState
 from .at_rest import unload
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..job_graph import Prompt
+from ..job.graph import Prompt
 from .comfyui import import_comfyui
 
 PROMPT_ID = "00000000-0000-4000-8000-000000000000"

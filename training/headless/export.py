@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ..job import model_paths, read_job
-from ..job_graph import Prompt
+from ..job.graph import Prompt
 from .terminal import say
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..job import read_job
-from ..job_graph import Prompt, of_kind
+from ..job.graph import Prompt, of_kind
 from . import train
 from .executor import Executor, set_up_comfyui
 from .server import find_comfyui, has_card

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..formats import to_diffusers
 from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora
+from ..lora_file.formats import to_diffusers
+from ..lora_file.metadata import write_lora
+from ..lora_file.start import FLAT_PREFIXES, PREFIXES
 from ..memory.precision import DTYPES
-from ..metadata import write_lora
-from ..start import FLAT_PREFIXES, PREFIXES
 from ..tensor_file import TensorFile
 from .files import check_output, unmatched_lines
 from .names import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..lora_file.metadata import write_lora
 from ..memory.precision import DTYPES
-from ..metadata import write_lora
 from ..model import OnProgress, no_progress
 from ..tensor_file import TensorFile
 from .files import check_output, unmatched_lines

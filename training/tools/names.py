@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 import torch
 
 from ..family import FAMILIES, TEXT, Family
-from ..formats import EXPORTS
 from ..lora_file import LoraFile, LoraLayer
-from ..start import Matched, Rows, match_names, spellings
+from ..lora_file.formats import EXPORTS
+from ..lora_file.start import Matched, Rows, match_names, spellings
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Key of a checkpoint -> shape of its weight."""

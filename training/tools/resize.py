@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..adapters.lora import thin_down
 from ..lora_file import LoraFile, LoraLayer, read_lora, rounded
+from ..lora_file.metadata import write_lora
 from ..memory.precision import DTYPES
-from ..metadata import write_lora
 from .extract import size_line, size_metadata
 from .files import check_output, unmatched_lines
 from .low_rank import best_factors, best_of_product, check_size

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .config import ObjectiveConfig
-from .model import Sampling
+from ..config import ObjectiveConfig
+from ..model import Sampling
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .family import CONVOLUTIONS, FAMILIES, Family
-from .job_graph import NODES
-from .job_keys import ARCHITECTURES, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
+from ..family import CONVOLUTIONS, FAMILIES, Family
+from .graph import NODES
+from .keys import ARCHITECTURES, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
 
 May = Mapping[str, Any]
 Rule = Callable[[Settings, May], None]

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import OptimizerConfig
-from .extra_optimizers import Lion, StableAdamW
-from .packages import optional
-from .state import Number, OptimizerState
+from ..config import OptimizerConfig
+from ..packages import optional
+from ..state import Number, OptimizerState
+from .extra import Lion, StableAdamW
 
 log = logging.getLogger(__name__)
 

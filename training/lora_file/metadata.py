@@ -22,13 +22,13 @@ from PIL import Image
 from safetensors.torch import save
 from torch import Tensor
 
-from .config import TrainConfig, digest, to_dict
-from .data.batch import EncodedDataset
-from .family import Family
-from .model import Sampling
-from .sigmas import is_flow
-from .state import TrainState
-from .tensor_file import write_tensors
+from ..config import TrainConfig, digest, to_dict
+from ..data.batch import EncodedDataset
+from ..family import Family
+from ..model import Sampling
+from ..objective.sigmas import is_flow
+from ..state import TrainState
+from ..tensor_file import write_tensors
 
 COVER_SIDE = 512
 """Longest side of the cover image in pixels: readers take headers of up to 8 MB."""

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from .checkpoint import write_text
-from .loop import Progress
-from .packages import optional
+from ..checkpoint import write_text
+from ..loop import Progress
+from ..packages import optional
 
 log = logging.getLogger(__name__)
 

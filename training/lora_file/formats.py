@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .family import TEXT, Family, is_text
-from .lora_file import lora_layers, lora_tensors
-from .state import TrainState
+from ..family import TEXT, Family, is_text
+from ..state import TrainState
+from . import lora_layers, lora_tensors
 
 Layers = Mapping[str, Mapping[str, Tensor]]
 """Module path -> what a LoRA file holds for it, by suffix: "lora_down.weight", "lora_up.weight", "alpha"."""

@@ -23,8 +23,8 @@ from types import MappingProxyType
 
 import torch
 
-from . import distributed
-from .checkpoint import (
+from .. import distributed
+from ..checkpoint import (
     StateHandle,
     open_state,
     read_values,
@@ -33,18 +33,18 @@ from .checkpoint import (
     size_in_bytes,
     write_text,
 )
-from .config import CheckpointConfig, TrainConfig, digest, to_dict
-from .family import Family
+from ..config import CheckpointConfig, TrainConfig, digest, to_dict
+from ..family import Family
+from ..loop import STOP, OnStep, Progress, ignore, initial_state, train
+from ..lora_file import lora_tensors
+from ..lora_file.metadata import lora_metadata, write_lora
+from ..model import Dataset, Denoiser, Samples
+from ..signals import raise_if_asked, saving_run
+from ..state import TrainState, best_step
+from ..whole_file import remove_leftovers
+from ..work import MidStep
 from .lock import locked
 from .log import RunLog
-from .loop import STOP, OnStep, Progress, ignore, initial_state, train
-from .lora_file import lora_tensors
-from .metadata import lora_metadata, write_lora
-from .model import Dataset, Denoiser, Samples
-from .signals import raise_if_asked, saving_run
-from .state import TrainState, best_step
-from .whole_file import remove_leftovers
-from .work import MidStep
 
 log = logging.getLogger(__name__)
 

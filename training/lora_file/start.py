@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapters import Adapter, build_adapters, initialise, named_parameters, select
-from .adapters.dora import DoRA, column_lengths
-from .adapters.lokr import small_factor
-from .adapters.lora import thin_down
-from .config import AdapterConfig
-from .family import Family
-from .layer import FrozenLayer, LayerSpec
-from .lora_file import LoraFile, LoraLayer, lora_key
+from ..adapters import Adapter, build_adapters, initialise, named_parameters, select
+from ..adapters.dora import DoRA, column_lengths
+from ..adapters.lokr import small_factor
+from ..adapters.lora import thin_down
+from ..config import AdapterConfig
+from ..family import Family
+from ..layer import FrozenLayer, LayerSpec
+from . import LoraFile, LoraLayer, lora_key
 
 log = logging.getLogger(__name__)
 

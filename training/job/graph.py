@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import (
+from ..config import (
     AdapterConfig,
     CheckpointConfig,
     EmaConfig,
@@ -17,7 +17,7 @@ from .config import (
     ScheduleConfig,
     to_dict,
 )
-from .data.config import BucketConfig
+from ..data.config import BucketConfig
 
 Prompt = dict[str, dict[str, Any]]
 """A graph in ComfyUI's API format."""

@@ -1,7 +1,7 @@
 """A job file (YAML), in the layout of EriDiffusion and ai-toolkit, as a graph of Graft's nodes.
 
 The rule: every key of a file is either honoured or refused by name, with the nearest known one or the reason.
-`job_keys.py` says what each key sets, `job_rules.py` what several decide together and `job_graph.py` what the
+`keys.py` says what each key sets, `rules.py` what several decide together and `graph.py` what the
 graph is, so that the command line, the Training Job node and an exported graph all do the same.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from .config import unknown_key
-from .job_graph import Prompt, graph, of_kind
-from .job_keys import DATASET_KEYS, KEYS, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
-from .job_rules import RULES
+from ..config import unknown_key
+from .graph import Prompt, graph, of_kind
+from .keys import DATASET_KEYS, KEYS, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
+from .rules import RULES
 
 DATASETS = "graft_datasets"
 """Kind of folder, in extra_model_paths.yaml, that holds images."""

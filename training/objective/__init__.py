@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import rng
-from .config import ObjectiveConfig
-from .family import Family
-from .model import Batch, Denoiser, Sampling
+from .. import rng
+from ..config import ObjectiveConfig
+from ..family import Family
+from ..model import Batch, Denoiser, Sampling
 from .noise import Draw, draw_noise
 from .sigmas import draw_sigmas
 from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from .config import ObjectiveConfig
-from .family import Family
-from .model import Sampling
+from ..config import ObjectiveConfig
+from ..family import Family
+from ..model import Sampling
 
 
 def draw_sigmas(

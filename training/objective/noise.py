@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .config import ObjectiveConfig
+from ..config import ObjectiveConfig
 
 Draw = Callable[[str], torch.Generator]
 """draw(purpose) -> the generator of this micro-batch for one purpose."""

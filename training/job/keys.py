@@ -1,7 +1,7 @@
 """What the keys of a job file mean: ROOT_KEYS, KEYS and DATASET_KEYS, each key with the input it sets.
 
-A key is read into {"node.input": value}, where "node" is a name in NODES of `job_graph.py`, "run" for what
-concerns the run as a whole, or "may" for what several keys decide together (`job_rules.py`).
+A key is read into {"node.input": value}, where "node" is a name in NODES of `graph.py`, "run" for what
+concerns the run as a whole, or "may" for what several keys decide together (`rules.py`).
 
 What ai-toolkit's names mean was read off its source (ostris/ai-toolkit, 27a03a9): toolkit/config_modules.py,
 toolkit/samplers/custom_flowmatch_sampler.py and jobs/process/BaseSDTrainProcess.py.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from .optimizer import OPTIMIZERS
+from ..optimizer import OPTIMIZERS
 
 Settings = dict[str, Any]
 """What keys set: "node.input" -> value."""

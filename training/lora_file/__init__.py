@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .adapters import ADAPTERS, Adapter, for_layer, method_of
-from .family import TEXT, Family, is_text
-from .state import TrainState
-from .tensor_file import TensorFile
+from ..adapters import ADAPTERS, Adapter, for_layer, method_of
+from ..family import TEXT, Family, is_text
+from ..state import TrainState
+from ..tensor_file import TensorFile
 
 
 def lora_tensors(state: TrainState, family: Family, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
