@@ -38,6 +38,16 @@ class Rounding(Block):
         return super().forward(NoBackward.apply(x))
 
 
+class Tiling(Block):
+    """Computes in tiles of another size each time."""
+
+    tiles = 1
+
+    def forward(self, x):
+        Tiling.tiles = 3 - Tiling.tiles
+        return torch.cat([super(Tiling, self).forward(part) for part in x.chunk(Tiling.tiles)])
+
+
 class NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -94,6 +104,13 @@ def test_inputs_that_come_together_are_copied_too(mode):
 def test_a_network_that_autograd_cannot_follow_is_refused_by_name(mode):
     with pytest.raises(ValueError, match=r"tiny cannot be trained: .*tiny.round.* Update ComfyUI"):
         trained({"checkpointing": mode}, denoiser_of(Rounding))
+
+
+@pytest.mark.parametrize("mode", ["selective", "block", "block-offload"])
+def test_a_network_that_computes_in_another_way_each_time_is_told_what_to_do(mode):
+    with pytest.raises(ValueError, match=r"tiny computed .* HyperTile .* checkpointing .* to 'none'"):
+        trained({"checkpointing": mode}, denoiser_of(Tiling))
+    trained({"checkpointing": "none"}, denoiser_of(Tiling))
 
 
 def test_measuring_its_memory_refuses_it_too():

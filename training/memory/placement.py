@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from ..adapters import Adapter, attach
 from ..model import Denoiser
@@ -141,7 +142,7 @@ class Placement:
         """Return what to change before another attempt.
 
         Raises `error` where nothing helps, and ValueError if memory ran out and there is no plan left, or
-        the network cannot be differentiated.
+        the network cannot be differentiated or not be computed twice.
         """
         if self.compile and is_compile_error(error):
             log.warning("Graft: torch.compile failed; training goes on without it, slower. %s", error)
@@ -149,6 +150,12 @@ class Placement:
         if is_changed_in_place(error) and not self.copies:
             return self._keep_copies
         refuse_undifferentiable(error, self.denoiser.family.name)
+        if isinstance(error, CheckpointError):
+            raise ValueError(
+                f"{self.denoiser.family.name} computed a block in another way the second time: a node before "
+                "Train Steps makes it draw at random, as HyperTile does. Bypass that node, or set "
+                "checkpointing in Memory Settings to 'none'."
+            ) from error
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
