@@ -33,7 +33,7 @@ from ..training.headless.server import (
 from ..training.headless.terminal import Bar, say
 from ..training.pictures import Column, loss_plot, sample_grid
 from ..training.run import Run, latest
-from ..training.run.log import clock
+from ..training.run.run_log import clock
 from . import prompts
 
 WORKFLOW = GRAFT / "example_workflows" / "api" / "first_lora.json"

@@ -15,7 +15,7 @@ from ..training.lora_file.formats import FILE_FORMATS
 from ..training.lora_file.metadata import WEIGHTS, lora_metadata, write_lora
 from ..training.memory.precision import DTYPES
 from ..training.run import Run, newest
-from ..training.run.log import read_log
+from ..training.run.run_log import read_log
 from ..training.tensor_file import TensorFile
 from .sockets import State, schema
 

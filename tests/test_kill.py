@@ -15,7 +15,7 @@ from graft.benchmarks import faults
 from graft.training import signals
 from graft.training.config import CheckpointConfig
 from graft.training.headless import launch
-from graft.training.run.log import read_log
+from graft.training.run.run_log import read_log
 
 from .test_laws import assert_same
 from .test_laws import run as train

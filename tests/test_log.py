@@ -11,7 +11,7 @@ import pytest
 from graft.training.config import CheckpointConfig
 from graft.training.loop import Progress
 from graft.training.run import Run, execute
-from graft.training.run.log import RunLog, clock, describe, entry, read_entries, read_log
+from graft.training.run.run_log import RunLog, clock, describe, entry, read_entries, read_log
 
 from .test_laws import CONFIG
 from .tiny import TinyDataset, TinyDenoiser

@@ -29,7 +29,7 @@ from graft.training.loop import STOP
 from graft.training.lora_file import lora_tensors
 from graft.training.run import DiskFull, Run, execute, handed_on, lock, run_key
 from graft.training.run.lock import locked
-from graft.training.run.log import read_log
+from graft.training.run.run_log import read_log
 from graft.training.work import Work
 
 from .test_laws import CONFIG, assert_same

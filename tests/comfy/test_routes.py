@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from graft.tests.comfy.watch import watched
 from graft.training.comfy import paths, server, session
 from graft.training.loop import STOP, Progress
-from graft.training.run import log
+from graft.training.run import run_log
 
 CASES = int(os.environ.get("GRAFT_FUZZ_CASES", 2000))
 RUN = "people/anna-0123456789abcdef"
@@ -86,10 +86,10 @@ def test_a_run_that_has_begun_has_nothing_before_its_first_step(run):
 
 
 def test_a_long_log_comes_in_parts(run, monkeypatch):
-    monkeypatch.setattr(log, "CHUNK", 40)
+    monkeypatch.setattr(run_log, "CHUNK", 40)
     steps, start, more = [], 0, True
     while more:
-        part = log.read_entries(run / "log.jsonl", start)
+        part = run_log.read_entries(run / "log.jsonl", start)
         steps += [entry["step"] for entry in part["entries"]]
         start, more = part["next"], part["more"]
     assert steps == [1, 2, 3]

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..run.log import read_entries
+from ..run.run_log import read_entries
 from . import paths
 from .session import known_runs, request_finish
 from .versions import running_server

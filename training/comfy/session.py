@@ -14,7 +14,7 @@ import comfy.utils
 
 from ..loop import STOP, OnStep, Progress
 from ..model import OnProgress
-from ..run.log import describe
+from ..run.run_log import describe
 from .versions import running_server
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
 from ..loop import STOP, OnStep, Progress
 from ..run import Run, finish, is_end, latest
-from ..run.log import read_entries
+from ..run.run_log import read_entries
 from ..state import TrainState
 from .at_rest import unload
 

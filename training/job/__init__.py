@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ..config import unknown_key
-from .graph import Prompt, graph, of_kind
+from .graph import Prompt, graph_of, of_kind
 from .keys import DATASET_KEYS, KEYS, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
 from .rules import RULES
 
@@ -100,7 +100,7 @@ def compile_job(document: Mapping[str, Any], folder: Path) -> Job:
     name = run["name"]
     return Job(
         name,
-        graph(inputs, [_by_node(entry) for entry in sets]),
+        graph_of(inputs, [_by_node(entry) for entry in sets]),
         {kind: tuple(dict.fromkeys(found)) for kind, found in places.folders.items()},
         folder / run.get("output", "output"),
         run.get("device", "cuda:0"),

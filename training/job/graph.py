@@ -32,7 +32,9 @@ def of_kind(prompt: Prompt, kind: str) -> list[str]:
     return [number for number, node in prompt.items() if node["class_type"] == kind]
 
 
-def graph(inputs: Mapping[str, dict[str, Any]], datasets: Sequence[Mapping[str, dict[str, Any]]]) -> Prompt:
+def graph_of(
+    inputs: Mapping[str, dict[str, Any]], datasets: Sequence[Mapping[str, dict[str, Any]]]
+) -> Prompt:
     """Return the graph of a job: its nodes with their settings, wired from the base to the saved LoRA.
 
     A node of settings is there when a key of it is set.

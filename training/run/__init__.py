@@ -44,7 +44,7 @@ from ..state import TrainState, best_step
 from ..whole_file import remove_leftovers
 from ..work import MidStep
 from .lock import locked
-from .log import RunLog
+from .run_log import RunLog
 
 log = logging.getLogger(__name__)
 
