@@ -257,6 +257,19 @@ def test_what_starts_from_the_base_starts_at_nothing_in_bf16_too():
     assert all(not adapter.product().any() for adapter in work.adapters.values())
 
 
+def test_dora_keeps_the_lengths_of_the_base_in_float32():
+    """A file holds them beside the base's own: rounded, a fresh one would change the picture."""
+    config = TrainConfig(adapter=adapter_config("dora"), optimizer=settings("adamw", weights="bf16"))
+    denoiser = TinyDenoiser()
+    start = initial_state(denoiser, config)
+    work = Work(denoiser, config, start, {})
+    lengths = {name: tensor for name, tensor in start.weights.items() if name.endswith(".magnitude")}
+    assert lengths and all(torch.equal(work.weights[name], tensor) for name, tensor in lengths.items())
+    assert {p.dtype for n, p in work.weights.items() if n not in lengths} == {torch.bfloat16}
+    state = train(steps=2, config=config)
+    assert any(not torch.equal(t.bfloat16().float(), t) for n, t in state.weights.items() if n in lengths)
+
+
 def test_bf16_weights_learn_what_float32_weights_learn():
     losses = {}
     for weights in ("fp32", "bf16"):

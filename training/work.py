@@ -46,8 +46,10 @@ class Work:
         self.weights = named_parameters(self.adapters)
         self.parameters = {name: p for name, p in self.weights.items() if p.requires_grad}
         """The trained ones of `weights`."""
-        for parameter in self.weights.values():
-            parameter.data = parameter.data.to(DTYPES[config.optimizer.weights])
+        for adapter in self.adapters.values():
+            for name, parameter in adapter.named_parameters():
+                if name not in adapter.exact:
+                    parameter.data = parameter.data.to(DTYPES[config.optimizer.weights])
         scales = lr_scales(self.adapters, config.adapter)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
         load_optimizer(self.optimizer, config.optimizer, start.optimizer)

@@ -63,6 +63,17 @@ def test_saved_and_read_again_equals_the_adapter(method, kind):
     assert torch.allclose(delta, adapter.product(), atol=1e-6)
 
 
+def test_a_small_change_of_length_counts_in_bf16():
+    """Above 1, bf16 has no number below 1.0078."""
+    layer, adapter, _ = case("dora", "linear")
+    x = torch.randn(20_000, layer.spec.shape[1]).bfloat16()
+    with torch.no_grad():
+        adapter.magnitude *= 1.003
+        plain, moved = layer.forward(x).float(), adapter(layer, x).float()
+        product = plain - layer.bias(torch.float32, x.device)
+    assert ((moved - plain) * product).sum() / product.square().sum() == pytest.approx(0.003, abs=0.0006)
+
+
 def test_a_dora_file_in_bf16_rounds_the_difference_and_not_the_whole_weight():
     layer, adapter, _ = trained_case("dora", "linear")
     base = base_weight(layer)

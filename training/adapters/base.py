@@ -37,6 +37,8 @@ class Adapter(nn.Module):
     """Parameters whose further rank components must be 0 for a larger rank to give the same difference."""
     needs_base: ClassVar[bool] = False
     """Whether `initialise` needs the base weight."""
+    exact: ClassVar[tuple[str, ...]] = ()
+    """Parameters near numbers of the base, whose small changes count: always float32."""
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__()

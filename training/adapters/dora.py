@@ -25,6 +25,7 @@ class DoRA(LoRA):
 
     suffixes = {**LoRA.suffixes, "magnitude": "dora_scale"}
     needs_base = True
+    exact = ("magnitude",)
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
@@ -57,9 +58,9 @@ class DoRA(LoRA):
         with torch.no_grad():
             base = layer.weight(self.magnitude.dtype, x.device)
             lengths = column_lengths(base + self.product(mask))
-        factor = (self.magnitude / lengths).flatten().to(dtype_for(x, self.magnitude.dtype))
-        y = layer.scale_columns(layer.forward, x, factor)
-        return y + layer.scale_columns(lambda x: self.difference(layer, x, mask), draw.inputs(), factor)
+        change = ((self.magnitude - lengths) / lengths).flatten().to(dtype_for(x, self.magnitude.dtype))
+        y = layer.scale_columns(layer.forward, x, change)
+        return y + layer.scale_columns(lambda x: self.difference(layer, x, mask), draw.inputs(), change)
 
 
 def column_lengths(weight: Tensor) -> Tensor:
