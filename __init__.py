@@ -7,6 +7,10 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     """Give ComfyUI the nodes and set up the routes; importing the package alone imports nothing."""
     from comfy_api.latest import ComfyExtension
 
+    from .training.packages import require_torch
+
+    require_torch()  # first: what follows does not load with an older one
+
     from .nodes import ALL_NODES
     from .nodes.embedded import register
     from .training.comfy.server import add_routes

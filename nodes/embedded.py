@@ -49,8 +49,21 @@ def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
             "checkpoint', or to the files of your model where it holds none."
         )
     if folder_paths.get_full_path("text_encoders", TEXT_ENCODER) is None:
-        folder = next(
-            (Path(p) for p in folder_paths.get_folder_paths("text_encoders") if Path(p).is_dir()), BASE
-        )
-        write_clip_l(folder / TEXT_ENCODER)
+        _write_text_encoder()
     return chosen
+
+
+def _write_text_encoder() -> None:
+    """Write the demo's text encoder to the first folder that takes it. Raises ValueError if none does."""
+    refused = []
+    for folder in dict.fromkeys([*map(Path, folder_paths.get_folder_paths("text_encoders")), BASE]):
+        if folder.is_dir():
+            try:
+                write_clip_l(folder / TEXT_ENCODER)
+                return
+            except Exception as error:  # OSError, or what safetensors makes of it
+                refused.append(f"{folder}: {error}")
+    raise ValueError(
+        f"{TEXT_ENCODER} (248 MB) could be written to no folder of text encoders; make one of them writable, "
+        "or free some space there:\n" + "\n".join(refused)
+    )

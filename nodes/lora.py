@@ -48,7 +48,8 @@ class BuildLora(io.ComfyNode):
                     min=0.0,
                     max=4096.0,
                     step=0.5,
-                    tooltip="Strength is alpha / rank. 0 means alpha = rank, so strength 1.",
+                    tooltip="Strength is alpha / rank. 0 means alpha = rank, so strength 1; "
+                    "1 for LoHa, 4 for rsLoRA.",
                 ),
                 io.Combo.Input(
                     "targets",

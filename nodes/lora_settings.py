@@ -44,7 +44,11 @@ class LoraSettings(io.ComfyNode):
                     low=0.01,
                     high=1000,
                 ),
-                widget(AdapterConfig, "rslora", "Scale by the root of the rank: for ranks of 64 and more."),
+                widget(
+                    AdapterConfig,
+                    "rslora",
+                    "Scale by alpha / root of the rank: every rank learns as fast.",
+                ),
                 widget(
                     AdapterConfig,
                     "init",

@@ -17,6 +17,7 @@ from ..training.memory.precision import DTYPES
 from ..training.run import Run, newest
 from ..training.run.run_log import read_log
 from ..training.tensor_file import TensorFile
+from ..training.whole_file import WINDOWS
 from .sockets import State, schema
 
 
@@ -94,6 +95,8 @@ class SaveLora(io.ComfyNode):
     ) -> io.NodeOutput:
         trained = state.load()
         path = paths.lora_path(name.replace("{step}", str(trained.step)))
+        if any("\ud800" <= letter <= "\udfff" for letter in trigger):
+            raise ValueError(f"trigger: {trigger!r} holds half of a letter; write it anew.")
         trained = replace(trained, weights=trained.result(average=weights == "average"))
         family = family_named(trained.family)
         tensors = FILE_FORMATS[format](trained, family, DTYPES[dtype])
@@ -111,9 +114,15 @@ class SaveLora(io.ComfyNode):
         try:
             metadata = write_lora(path, tensors, metadata)
         except OSError as error:
+            remedy = "Choose another name, or free some space there"
+            if WINDOWS and path.is_file() and isinstance(error.__cause__ or error, PermissionError):
+                remedy = (
+                    "Windows replaces no file that is open, and a Load LoRA of this session may still hold "
+                    "this one: choose another name, or restart ComfyUI"
+                )
             raise ValueError(
-                f"{path}: the LoRA could not be saved ({error.strerror or error}). Choose another name, or "
-                "free some space there, and queue the graph again: nothing that was trained is lost."
+                f"{path}: the LoRA could not be saved ({error.strerror or error}). {remedy}, and queue the "
+                "graph again: nothing that was trained is lost."
             ) from error
         text = f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"
         if before not in (None, metadata[WEIGHTS]):

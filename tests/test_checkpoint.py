@@ -6,13 +6,15 @@ import dataclasses
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from graft.training import checkpoint
-from graft.training.checkpoint import load_state, open_state, save_state
+from graft.training import checkpoint, whole_file
+from graft.training.checkpoint import load_state, open_state, save_state, write_text
 from graft.training.config import EmaConfig
+from graft.training.whole_file import remove_leftovers
 
 from .test_laws import CONFIG, assert_same, run
 
@@ -126,3 +128,61 @@ def test_a_loaded_state_outlives_its_files(state, tmp_path):
     assert not (tmp_path / "gone").exists()
     assert all(torch.equal(before[name], loaded.weights[name]) for name in before)
     assert_same(run(loaded, steps=1), run(state, steps=1))
+
+
+def busy(times, replace, calls):
+    def call(source, target):
+        calls.append(target)
+        if len(calls) <= times:
+            raise PermissionError(errno.EACCES, "Access is denied")
+        replace(source, target)
+
+    return call
+
+
+@pytest.fixture
+def windows(tmp_path, monkeypatch):
+    """A file that is there already, as on Windows: one that a program has open cannot be replaced."""
+    monkeypatch.setattr(whole_file, "WINDOWS", True)
+    monkeypatch.setattr(whole_file.time, "sleep", lambda seconds: None)
+    (tmp_path / "file").write_text("old")
+    return tmp_path / "file"
+
+
+def test_a_file_that_a_scanner_holds_for_a_moment_is_replaced(windows, monkeypatch):
+    monkeypatch.setattr(os, "replace", busy(3, os.replace, calls := []))
+    write_text(windows, "new")
+    assert windows.read_text() == "new" and len(calls) == 4
+    monkeypatch.setattr(whole_file, "WINDOWS", False)
+    monkeypatch.setattr(os, "replace", busy(1, os.replace, []))
+    with pytest.raises(PermissionError):
+        write_text(windows, "newer")
+
+
+def test_a_file_that_stays_mapped_is_moved_aside_and_removed_later(windows, monkeypatch):
+    monkeypatch.setattr(whole_file, "HELD_SECONDS", 0.0)
+    monkeypatch.setattr(os, "replace", busy(1, os.replace, []))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", mapped)
+        write_text(windows, "new")
+    [aside] = set(windows.parent.iterdir()) - {windows}
+    assert (windows.read_text(), aside.read_text()) == ("new", "old")
+    remove_leftovers(windows.parent)
+    assert not aside.exists()
+
+
+def mapped(self, missing_ok=False):
+    if self.exists():
+        raise PermissionError("mapped")
+
+
+def test_what_cannot_be_replaced_at_all_stays(windows, monkeypatch):
+    monkeypatch.setattr(whole_file, "HELD_SECONDS", 0.0)
+    monkeypatch.setattr(os, "replace", busy(9, os.replace, []))
+    with pytest.raises(PermissionError):
+        write_text(windows, "new")
+    assert [(path.name, path.read_text()) for path in windows.parent.iterdir()] == [("file", "old")]
+    (windows.parent / "folder").mkdir()
+    with pytest.raises(PermissionError):
+        write_text(windows.parent / "folder", "new")
+    assert {path.name for path in windows.parent.iterdir()} == {"file", "folder"}

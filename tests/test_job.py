@@ -642,3 +642,10 @@ def test_every_other_picture_is_a_regularisation_image_where_there_are_any(tmp_p
     job["config"]["process"][0]["datasets"] = sets
     joins = [node["inputs"] for node in compile_job(job, tmp_path).nodes("GraftJoinDatasets")]
     assert [inputs.get("shares", "") for inputs in joins] == ["", "1, 1"]
+
+
+def test_a_file_without_an_end_to_its_lists_is_refused(tmp_path):
+    file = tmp_path / "deep.yaml"
+    file.write_text("[" * 20_000)
+    with pytest.raises(ValueError, match=r"deep\.yaml: its lists lie too deep"):
+        read_job(file)

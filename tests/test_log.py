@@ -10,7 +10,8 @@ import pytest
 
 from graft.training.config import CheckpointConfig
 from graft.training.loop import Progress
-from graft.training.run import Run, execute
+from graft.training.packages import optional
+from graft.training.run import Run, execute, run_log
 from graft.training.run.run_log import RunLog, clock, describe, entry, read_entries, read_log
 
 from .test_laws import CONFIG
@@ -65,7 +66,50 @@ def test_an_epoch_is_counted_where_the_dataset_knows_its_length(tmp_path):
 def test_a_log_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
     (tmp_path / "log.csv").mkdir()
     assert execute(Run(tmp_path), TinyDenoiser(), TinyDataset(), CONFIG, None, steps=2).step == 2
-    assert "training goes on without it" in caplog.text
+    assert "log.csv cannot be written" in caplog.text and "training goes on without it" in caplog.text
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2]
+
+
+def test_a_log_that_could_not_be_written_for_a_while_lacks_no_line(tmp_path, monkeypatch):
+    """Excel has log.csv open from the first step on, then a drive goes away in the middle of a line."""
+    monkeypatch.setattr(run_log, "AGAIN_SECONDS", 0.0)
+    table = tmp_path / "log.csv"
+    table.mkdir()
+
+    def on_step(progress):
+        if progress.step == 2:
+            table.rmdir()
+        if progress.step == 4:
+            with table.open("a") as file:
+                file.write("4,torn")
+            table.rename(tmp_path / "away")
+            table.mkdir()
+        if progress.step == 6:
+            table.rmdir()
+            (tmp_path / "away").rename(table)
+
+    execute(Run(tmp_path), TinyDenoiser(), TinyDataset(), CONFIG, None, steps=8, on_step=on_step)
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [*range(1, 9)]
+    first, *lines = table.read_text().splitlines()
+    assert first.startswith("step,") and [int(line.split(",")[0]) for line in lines] == [*range(1, 9)]
+
+
+def test_after_a_failure_a_log_is_left_alone_for_a_while_and_completed_at_the_end(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    log = RunLog(tmp_path, 0)
+    (tmp_path / "log.csv").rmdir()
+    log.write(STEP)
+    assert not (tmp_path / "log.csv").exists()
+    log.close()
+    assert (tmp_path / "log.csv").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("python, shown", [("/a b/python", '"/a b/python"'), ("/a/python", "/a/python")])
+def test_a_command_is_quoted_only_where_it_must_be(python, shown, monkeypatch):
+    """PowerShell takes a quoted path for text, and then -m for an error."""
+    monkeypatch.setattr(sys, "executable", python)
+    with pytest.raises(ValueError, match=f"\\n{shown} -m pip install no_such"):
+        optional("no_such", "it", "do without")
 
 
 def test_a_log_that_is_no_log_is_begun_anew(tmp_path):

@@ -449,7 +449,7 @@ def test_guidance_goes_to_models_that_take_it_and_is_refused_by_others():
     ]
     assert with_guidance(batch, ObjectiveConfig(guidance=3.5), family).extras[0]["guidance"] == 3.5
     assert with_guidance(batch, CONFIG, FAMILY) is batch
-    with pytest.raises(ValueError, match="guidance: tiny has no guidance input"):
+    with pytest.raises(ValueError, match="guidance: tiny has no such input"):
         with_guidance(batch, ObjectiveConfig(guidance=3.5), FAMILY)
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -377,3 +378,49 @@ def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch,
     monkeypatch.setattr(run_module, "write_lora", full)
     assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
     assert "the LoRA file of step 1 could not be written" in caplog.text
+
+
+def test_a_drive_that_is_away_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
+    def away(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 1 << 40))
+    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0)
+
+    def on_step(progress):
+        monkeypatch.setattr(run_module.shutil, "disk_usage", away)
+
+    assert go(tmp_path, 3, on_step=on_step).step == 3
+
+
+def test_the_last_save_waits_for_a_drive_and_says_what_is_lost_without_one(tmp_path, monkeypatch):
+    save, failures = run_module.save_state, [OSError("away"), OSError("away")]
+    monkeypatch.setattr(run_module, "save_state", lambda *args: _fail(failures) or save(*args))
+    monkeypatch.setattr(run_module.time, "sleep", lambda seconds: None)
+    rarely = CheckpointConfig(minutes=60)
+    assert go(tmp_path, 3, saving=rarely).step == 3 and not failures
+    monkeypatch.setattr(run_module, "AWAY_SECONDS", 0.0)
+    failures.append(OSError("away"))
+    with pytest.raises(OSError, match="could not be saved .away.. What it trained after .* is lost") as error:
+        go(tmp_path, 5, saving=rarely)
+    assert str(tmp_path) in str(error.value)
+
+
+def _fail(failures):
+    if failures:
+        raise failures.pop()
+
+
+def test_a_lora_file_that_cannot_be_removed_does_not_keep_a_run_from_being_saved(tmp_path, monkeypatch):
+    """Windows removes none that a Load LoRA has read."""
+
+    def held(self, missing_ok=False):
+        if self.suffix == ".safetensors" and self.parent.name == "loras":
+            raise PermissionError("held")
+        unlink(self, missing_ok)
+
+    unlink = Path.unlink
+    go(tmp_path / "run-0", 3)
+    monkeypatch.setattr(Path, "unlink", held)
+    assert go(tmp_path / "run-0", 5, saving=CheckpointConfig(minutes=60, keep=1)).step == 5
+    assert checkpoints(tmp_path / "run-0") == [3, 5]

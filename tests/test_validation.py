@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graft.training import loop, objective, rng
-from graft.training.config import CheckpointConfig, ValidationConfig
+from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
 from graft.training.run import Run, execute, handed_on, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
@@ -94,6 +94,22 @@ def validated(steps, state=None, *, config=None, **options):
     return train(
         TinyDenoiser(), TinyDataset(), config, state, steps=steps, validation=TinySamples(), **options
     )
+
+
+def test_a_run_is_measured_at_the_guidance_it_is_trained_with():
+    denoiser, seen = TinyDenoiser(), []
+    denoiser.family = dataclasses.replace(denoiser.family, guidance=1.0)
+    denoise = denoiser.denoise
+    denoiser.denoise = lambda x, sigma, batch: (
+        seen.append(batch.extras[0]["guidance"]) or denoise(x, sigma, batch)
+    )
+    measured = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1))
+    at_three = dataclasses.replace(measured, objective=ObjectiveConfig(guidance=3.5))
+    state = train(denoiser, TinyDataset(), at_three, None, steps=1, validation=TinySamples())
+    assert set(seen) == {3.5}
+    other = train(denoiser, TinyDataset(), measured, state, steps=1, validation=TinySamples())
+    assert [step for step, _ in other.validations] == [1, 2]  # both at 1.0, as 3.5 cannot be compared
+    assert seen.count(1.0) == 2 * seen.count(3.5) - 1
 
 
 def test_a_run_is_measured_every_so_many_steps_and_trains_the_same():

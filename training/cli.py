@@ -30,6 +30,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the process's exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a console or a file with few letters must not end a command
+            stream.reconfigure(errors="backslashreplace")
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="graft", description="Train LoRAs inside ComfyUI.")
     commands = parser.add_subparsers(metavar="command", required=True)

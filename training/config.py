@@ -34,14 +34,15 @@ class AdapterConfig:
     algorithm: str = "lora"
     rank: int = 16
     alpha: float = 0.0
-    """0 means alpha = rank, so that the adapter is applied at strength 1."""
+    """0 is the method's own: the rank, so that the adapter is applied at strength 1; with rsLoRA 4, which is
+    strength 1 at rank 16; for LoHa 1, as in LyCORIS, since both its halves start large."""
     targets: str = "attn-mlp"
     """A preset of the model's family: "attn", "attn-mlp", "linear", "all", "everything"."""
     include: tuple[str, ...] = ()
     """Patterns; when given, only preset layers that match one are trained."""
     exclude: tuple[str, ...] = ()
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead of alpha / rank, so that a large rank learns as fast as a small one
+    """Scale by alpha / sqrt(rank) instead of alpha / rank, so that every rank learns as fast
     (Kalajdzievski 2023, arXiv:2312.03732). Folded into the stored alpha: every loader renders it right."""
     init: str = "default"
     """"default", "gaussian", or "pissa": start from the base's principal components (Meng et al. 2024,
@@ -89,7 +90,7 @@ class AdapterConfig:
         for alpha in (self.alpha, *(alpha for _, alpha in self.alphas)):
             require(
                 math.isfinite(alpha) and alpha >= 0,
-                f"alpha must be positive, or 0 for alpha = rank; got {alpha}.",
+                f"alpha must be positive, or 0 for the method's own; got {alpha}.",
             )
         for name in ("dropout", "rank_dropout", "module_dropout"):
             share = getattr(self, name)
@@ -129,8 +130,9 @@ class AdapterConfig:
     @property
     def effective_alpha(self) -> float:
         """The alpha that a file states: the adapter is applied at alpha / rank."""
-        alpha = self.alpha or float(self.rank)
-        return alpha * math.sqrt(self.rank) if self.rslora else alpha
+        if self.rslora:
+            return (self.alpha or 4.0) * math.sqrt(self.rank)
+        return self.alpha or (1.0 if self.algorithm == "loha" else float(self.rank))
 
 
 @dataclass(frozen=True)

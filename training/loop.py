@@ -104,7 +104,7 @@ def train(
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
-    start = comparable(start, config.validation, validation)
+    start = comparable(start, config, validation)
     if is_over(config.validation, start.validations):
         return start
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
@@ -227,20 +227,23 @@ def measure(denoiser: Denoiser, samples: Samples | None, work: Work) -> float | 
     if samples is None or not every or not work.step or work.step % every or done:
         return None
     with work.result_in_place():
-        value = distributed.share(held_out_loss(denoiser, samples, limit=limit))
+        guidance = work.config.objective.guidance
+        value = distributed.share(held_out_loss(denoiser, samples, guidance=guidance, limit=limit))
     work.validations.append((work.step, value))
     return value
 
 
-def comparable(state: TrainState, config: ValidationConfig, samples: Samples | None) -> TrainState:
-    """Return the state without losses on other held-out images than those it will be measured on."""
-    if samples is None or not config.every:
+def comparable(state: TrainState, config: TrainConfig, samples: Samples | None) -> TrainState:
+    """Return the state without losses on other held-out images than those it will be measured on, or at
+    another guidance."""
+    if samples is None or not config.validation.every:
         return state
-    images = digest(samples.fingerprint, config.limit)
-    if state.validated_on == images:
+    guidance = config.objective.guidance
+    measured = digest(samples.fingerprint, config.validation.limit, *([guidance] if guidance >= 0 else []))
+    if state.validated_on == measured:
         return state
     validations = () if state.validated_on else state.validations  # of an older state, which does not say
-    return replace(state, validations=validations, validated_on=images)
+    return replace(state, validations=validations, validated_on=measured)
 
 
 def is_over(config: ValidationConfig, validations: Sequence[tuple[int, float]]) -> bool:

@@ -16,7 +16,19 @@ def optional(module: str, setting: str, instead: str, *, package: str = "") -> A
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         package = package or module.partition(".")[0]
+        # PowerShell takes a quoted path for text, so one that needs no quotes has none.
+        python = f'"{sys.executable}"' if " " in sys.executable else sys.executable
         raise ValueError(
             f"{setting} needs the package {package}, which cannot be used here ({error}). Install it with\n"
-            f'"{sys.executable}" -m pip install {package}\nand restart ComfyUI, or {instead}.'
+            f"{python} -m pip install {package}\nand restart ComfyUI, or {instead}."
         ) from error
+
+
+def require_torch() -> None:
+    """Raise RuntimeError where PyTorch is too old for Graft, before anything of it is imported that fails."""
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
+        raise RuntimeError(
+            f"Graft needs PyTorch 2.5 or newer, and this is {torch.__version__}; update ComfyUI's PyTorch."
+        )

@@ -56,9 +56,17 @@ def validation_loss(
 
 @torch.no_grad()
 def held_out_loss(
-    denoiser: Denoiser, samples: Samples, *, limit: int = 0, on_progress: OnProgress = no_progress
+    denoiser: Denoiser,
+    samples: Samples,
+    *,
+    guidance: float = -1.0,
+    limit: int = 0,
+    on_progress: OnProgress = no_progress,
 ) -> float:
-    """Return the mean loss over `samples` of what the denoiser computes now, its base being held."""
+    """Return the mean loss over `samples` of what the denoiser computes now, its base being held.
+
+    `guidance` is the network's input of that name, where it has one; -1 is the family's.
+    """
     count = len(samples)
     if count == 0:
         raise ValueError("validation: the held-out dataset is empty; give it at least one image.")
@@ -66,18 +74,19 @@ def held_out_loss(
     total = 0.0
     for done, index in enumerate(chosen):
         on_progress(done, len(chosen), "validation")
-        total += sample_loss(denoiser, samples.sample(index), index)
+        total += sample_loss(denoiser, samples.sample(index), index, guidance)
     on_progress(len(chosen), len(chosen), "validation")
     return total / len(chosen)
 
 
-def sample_loss(denoiser: Denoiser, batch: Batch, index: int) -> float:
+def sample_loss(denoiser: Denoiser, batch: Batch, index: int, guidance: float = -1.0) -> float:
     """Return the mean loss of sample number `index`, a batch of one that counts fully, over all noise levels.
 
     One by one, which takes less memory than any training step.
     """
     device = denoiser.device
-    batch = objective.with_guidance(replace(batch, weights=None), ObjectiveConfig(), denoiser.family)
+    given = ObjectiveConfig(guidance=guidance)
+    batch = objective.with_guidance(replace(batch, weights=None), given, denoiser.family)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
     noise = torch.randn(x0.shape, generator=rng.generator(NOISE_SEED, "validation", index)).to(device)
     levels = noise_levels(denoiser.sampling).to(device)

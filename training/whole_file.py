@@ -10,7 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY = ".writing-"
-"""How the names of files begin that are not whole yet."""
+"""How the names of files begin that are not whole yet, or have been replaced and could not be removed."""
+WINDOWS = os.name == "nt"
+"""A file that a program has open cannot be replaced there."""
+HELD_SECONDS = 2.0
+"""How long a file is waited for: virus scanners and OneDrive hold one for milliseconds."""
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def commit(temporary: Path, path: Path) -> None:
     """Give a written file its name, once its contents and then the name itself are on the disk."""
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    _replace(temporary, path)
     if hasattr(os, "O_DIRECTORY"):  # elsewhere (Windows) a folder cannot be opened, nor need it be
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -44,6 +48,35 @@ def commit(temporary: Path, path: Path) -> None:
                 os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Give a file its name. On Windows one that is mapped into memory, as what a stock Load LoRA has read is,
+    cannot be replaced, but moved aside; `remove_leftovers` removes it once it can.
+    """
+    until = time.monotonic() + HELD_SECONDS
+    while True:
+        try:
+            os.replace(temporary, path)
+            return
+        except PermissionError:
+            if not WINDOWS:
+                raise
+            if time.monotonic() < until:
+                time.sleep(0.05)
+            elif path.is_file() and os.access(path, os.W_OK):  # no folder, nor a file marked read-only
+                break
+            else:
+                raise
+    aside = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    os.rename(path, aside)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    with suppress(OSError):
+        aside.unlink()
 
 
 def remove_leftovers(folder: Path, *, hours: float = 0.0) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.adapters import draws, for_layer, method_of
+from graft.training.config import AdapterConfig
 from graft.training.loop import train
 from graft.training.lora_file import rounded
 
@@ -47,6 +48,25 @@ def test_alpha_over_rank_scales_the_difference(method, kind):
     twice.load_state_dict(adapter.state_dict())
     factor = 1.0 if adapter.rank_in(dict(adapter.named_parameters())) is None else 2.0
     assert torch.allclose(twice.product(), factor * adapter.product(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "strength"),
+    [
+        ({}, 1),
+        ({"rank": 64}, 1),
+        ({"rslora": True}, 1),
+        ({"rslora": True, "rank": 64}, 0.5),
+        ({"rslora": True, "rank": 64, "alpha": 8.0}, 1),
+        ({"algorithm": "loha"}, 1 / 16),
+        ({"algorithm": "loha", "alpha": 8.0}, 0.5),
+        ({"algorithm": "dora"}, 1),
+        ({"algorithm": "lokr"}, 1),
+    ],
+)
+def test_without_an_alpha_a_method_has_its_own(settings, strength):
+    config = AdapterConfig(**settings)
+    assert config.effective_alpha / config.rank == strength
 
 
 @matrix

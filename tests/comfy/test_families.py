@@ -273,7 +273,7 @@ def test_guidance_reaches_flux_and_defaults_to_one():
 
 
 def test_schnell_has_no_guidance_input():
-    with pytest.raises(ValueError, match=r"guidance: Flux.1 Schnell has no guidance input"):
+    with pytest.raises(ValueError, match=r"guidance: Flux.1 Schnell has no such input"):
         prediction("schnell", TINY["schnell"].batch(), ObjectiveConfig(guidance=3.5))
 
 

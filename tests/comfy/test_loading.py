@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 import threading
@@ -135,3 +136,36 @@ def test_the_demos_text_encoder_comes_with_its_base_and_with_no_full_size_model(
     monkeypatch.setattr(embedded, "LARGEST_BASE", -1)
     with pytest.raises(ValueError, match="belongs to .*, not to large.* 'from checkpoint'"):
         embedded.with_text_encoder("large.safetensors", [embedded.TEXT_ENCODER])
+
+
+def test_an_old_pytorch_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cu121")
+    with pytest.raises(RuntimeError, match=r"Graft needs PyTorch 2\.5 or newer, and this is 2\.4\.1\+cu121"):
+        asyncio.run(graft.comfy_entrypoint())
+
+
+def test_the_demos_text_encoder_goes_where_it_can_be_written_else_all_is_named(tmp_path, monkeypatch):
+    closed, open_, own = tmp_path / "closed", tmp_path / "open", tmp_path / "own"
+    for folder in (closed, open_, own):
+        folder.mkdir()
+    written, full = [], []
+
+    def write(path):
+        if path.parent in (closed, *full):
+            raise OSError(30, "Read-only file system", str(path))
+        written.append(path.parent)
+
+    folders = [str(tmp_path / "missing"), str(closed), str(open_)]
+    monkeypatch.setattr(embedded.folder_paths, "get_folder_paths", lambda kind: folders)
+    monkeypatch.setattr(embedded.folder_paths, "get_full_path", lambda kind, name: None)
+    monkeypatch.setattr(embedded, "model_path", lambda model: BASE)
+    monkeypatch.setattr(embedded, "BASE", own)
+    monkeypatch.setattr(embedded, "write_clip_l", write)
+    assert embedded.with_text_encoder(embedded.BASE_MODEL, []) == [embedded.TEXT_ENCODER]
+    full.append(open_)
+    embedded.with_text_encoder(embedded.BASE_MODEL, [])
+    assert written == [open_, own]
+    full.append(own)
+    with pytest.raises(ValueError, match="make one of them writable") as error:
+        embedded.with_text_encoder(embedded.BASE_MODEL, [])
+    assert all(str(folder) in str(error.value) for folder in (closed, open_, own))

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import random
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
@@ -14,6 +16,7 @@ import yarl
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+import graft
 from graft.tests.comfy.watch import watched
 from graft.training.comfy import paths, server, session
 from graft.training.loop import STOP, Progress
@@ -160,3 +163,21 @@ def test_no_request_brings_an_error_of_the_server_or_a_file_that_is_no_part_of_a
     allowed = {run / "log.jsonl", *(run / "samples").glob("step-*.png")}
     assert {Path(path) for path, _ in opened} <= allowed
     assert {path: path.stat().st_mtime_ns for path in run.parents[3].rglob("*")} == before
+
+
+def test_routes_are_added_once_and_a_second_copy_of_graft_is_named(monkeypatch, caplog, tmp_path):
+    running = SimpleNamespace(routes=web.RouteTableDef())
+    monkeypatch.setattr(server, "running_server", lambda: running)
+    server.add_routes()
+    server.add_routes()
+    assert len(running.routes) == len(server.routes()) and not caplog.records
+    copy = tmp_path / "graft-main" / "training" / "comfy" / "server.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_text("async def runs(request): ...")
+    spec = spec_from_file_location("copy_of_graft", copy)
+    spec.loader.exec_module(module := module_from_spec(spec))
+    running.routes = web.RouteTableDef()
+    running.routes.get("/graft/runs")(module.runs)
+    server.add_routes()
+    assert len(running.routes) == 1 and "installed twice" in caplog.text
+    assert str(tmp_path / "graft-main") in caplog.text and str(Path(graft.__file__).parent) in caplog.text

@@ -12,7 +12,9 @@ from safetensors import safe_open
 
 from graft.nodes import output, train
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
+from graft.training import whole_file
 from graft.training.checkpoint import open_state
+from graft.training.comfy import paths
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.family import family_named
 from graft.training.lora_file import lora_tensors
@@ -137,6 +139,21 @@ def test_a_file_that_cannot_be_written_is_one_clear_error(execute, monkeypatch, 
         execute(saving("refused"))
 
 
+def test_a_file_that_windows_does_not_let_go_of_is_one_clear_error(execute, monkeypatch):
+    execute(saving("held"))
+    monkeypatch.setattr(output, "WINDOWS", True)
+    monkeypatch.setattr(whole_file, "_replace", refusing(PermissionError(errno.EACCES, "Access is denied")))
+    with pytest.raises(RuntimeError, match="Load LoRA of this session .* choose another name, or restart"):
+        execute(saving("held", dtype="fp16"))
+
+
+def refusing(error):
+    def refuse(*args):
+        raise error
+
+    return refuse
+
+
 def test_a_folder_in_the_files_place_is_one_clear_error(execute, base):
     (base / "output" / "loras" / "folder.safetensors").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="folder.safetensors: the LoRA could not be saved"):
@@ -171,3 +188,30 @@ def test_either_the_average_or_the_last_steps_weights_are_saved(execute, base):
         found = lora_tensors(replace(state, weights=weights), family_named(state.family))
         saved = opened(base, name)[0]
         assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in found)
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("con", "Windows knows no file"),
+        ("people/NUL.v2", "Windows knows no file"),
+        ("lpt1 /anna", "Windows knows no file"),
+        ("\u00e9" * 121, "is too long; 240 bytes are the most"),
+        ("\ud83d", "is not a usable name"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused_on_every_system(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        paths.lora_path(name)
+    with pytest.raises(ValueError, match=reason):
+        paths.state_folder(name)
+
+
+def test_names_of_just_the_longest_length_and_those_that_only_look_reserved_are_taken():
+    for name in ("\u00e9" * 120, "console", "com10", "a con"):
+        assert paths.lora_path(name).name == f"{name}.safetensors"
+
+
+def test_half_a_letter_in_the_trigger_is_refused(execute):
+    with pytest.raises(RuntimeError, match=r"trigger: '\\ud83d' holds half of a letter"):
+        execute(saving("half", trigger="\ud83d"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -143,3 +144,12 @@ def test_cancel_stops_within_a_step_and_the_next_prompt_runs(comfy_server, folde
         )
     comfy_server.run(prompt("next", steps=1), timeout=300)
     assert "next" in loras(comfy_server.base) and "stopped" not in loras(comfy_server.base)
+
+
+def test_a_server_writes_utf8_also_where_python_heeds_no_environment(comfyui, tmp_path, monkeypatch):
+    def started(command, **options):
+        raise OSError(*command[1:3])
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(OSError, match="utf8"), server(comfyui, tmp_path, cpu=True):
+        pass

@@ -104,6 +104,14 @@ def test_a_json_caption_may_have_several_shapes(tmp_path, content, expected):
     assert captions(scan(tmp_path)) == {"a.png": expected}
 
 
+@pytest.mark.parametrize("name", ["a.json", "metadata.jsonl"])
+def test_a_caption_with_half_a_letter_is_refused_by_name(tmp_path, name):
+    add(tmp_path, "a.png", None)
+    (tmp_path / name).write_text(json.dumps({"file_name": "a.png", "text": "a cat \ud83d"}))
+    with pytest.raises(ValueError, match=r"a\.png: its caption has a broken letter \('\\ud83d' at 6"):
+        scan(tmp_path)
+
+
 def test_metadata_names_images_in_subfolders_by_their_path(tmp_path):
     add(tmp_path, "in/a.png", None)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "in\\\\a.png", "prompt": "hello"}')

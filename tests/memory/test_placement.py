@@ -166,3 +166,14 @@ def test_methods_that_start_from_the_base_never_have_all_of_it_on_the_device(alg
 def test_the_start_is_that_of_the_unrounded_base():
     start, rounded = (initial_state(TinyDenoiser(), config(base=base)) for base in ("auto", "int8"))
     assert same(start.weights, rounded.weights)
+
+
+def test_a_limit_needs_no_pytorch_that_tells_the_one_before(monkeypatch):
+    """2.5 does not."""
+    shares, card = [], SimpleNamespace(total_memory=8 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction", raising=False)
+    with limited_to(2 << 30, torch.device("cuda")):
+        pass
+    assert shares == [0.25, 1.0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,13 @@ def test_missing_and_broken_files_are_one_line(at, command, capsys):
             error = capsys.readouterr().err
             assert f"{name}.safetensors: " in error and message in error and error.count("\n") == 1
     assert not Path(at("out")).exists()
+
+
+def test_letters_that_a_console_lacks_end_no_command(at, monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", console)
+    name = "\u732b"
+    os.rename(at("lora"), at(name))
+    assert main(["inspect", at(name)]) == 0
+    console.flush()
+    assert b"\\u732b" in console.buffer.getvalue()

@@ -88,10 +88,21 @@ def state_folder(name: str) -> Path:
     return _inside(graft_folder() / "states", name, "state name", "")
 
 
+LONGEST = 240
+"""Bytes of a name: systems allow 255, and a step or an extension may follow."""
+RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+"""What Windows takes for a device, whatever the extension."""
+
+
 def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
     clean = name.strip().replace("\\", "/").removesuffix(suffix)
-    forbidden = set('<>:"|?*') | {chr(code) for code in range(32)}
+    forbidden = set('<>:"|?*') | {chr(code) for code in range(32)} | set(map(chr, range(0xD800, 0xE000)))
     parts = clean.split("/")
+    for part in parts:
+        if len(part.encode("utf-8", "surrogatepass")) > LONGEST:
+            raise ValueError(f"{what}: {part[:40]!r}... is too long; {LONGEST} bytes are the most.")
+        if part.partition(".")[0].strip().lower() in RESERVED:
+            raise ValueError(f"{what}: Windows knows no file called {part!r}; choose another name.")
     if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
         raise ValueError(
             f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders."

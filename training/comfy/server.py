@@ -7,7 +7,9 @@ write no file, run no code, and answer 404 for whatever is not part of a run.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -26,11 +28,22 @@ CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
 
 
 def add_routes() -> None:
-    """Add the routes where a server is running."""
+    """Add the routes where a server is running, once."""
     server = running_server()
-    if server is not None:
-        for route in routes():
-            server.routes.route(route.method, route.path)(route.handler)
+    if server is None:
+        return
+    for route in server.routes:
+        if getattr(route, "path", "") == "/graft/runs":
+            other = Path(inspect.getfile(route.handler)).resolve()
+            if other != Path(__file__).resolve():
+                logging.error(
+                    "Graft: it is installed twice, in %s and in %s. The nodes of one do not go with the "
+                    "other's chart and Finish: remove one of these folders and restart ComfyUI.",
+                    *(file.parents[2] for file in (other, Path(__file__).resolve())),
+                )
+            return
+    for route in routes():
+        server.routes.route(route.method, route.path)(route.handler)
 
 
 def routes() -> list[web.RouteDef]:

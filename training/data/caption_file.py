@@ -53,6 +53,8 @@ def find_captions(image: str, places: Places, config: CaptionConfig) -> tuple[st
     """
     for source in ("txt", "caption", "json", "jsonl") if config.source == "auto" else (config.source,):
         if captions := tuple(text.strip() for text in _SOURCES[source](image, places) if text.strip()):
+            for text in captions:
+                _require_letters(text)
             return captions
     return ()
 
@@ -117,6 +119,17 @@ def _captions_of(entry: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return (", ".join(value),) if key == "tags" else tuple(value)
     raise BadImage(f"{where}: {key!r} must be text or a list of texts")
+
+
+def _require_letters(text: str) -> None:
+    """Raise BadImage for half of a letter: JSON can hold it, and a file's name; no text encoder takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadImage(
+            f"its caption has a broken letter ({ascii(text[error.start])} at {error.start}: half of a "
+            "character, or a name that is not UTF-8); write it anew"
+        ) from error
 
 
 def _read_text(path: Path) -> str:

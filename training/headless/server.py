@@ -265,15 +265,15 @@ def server(
     install_graft(base / "custom_nodes" / "graft")
     port, log_file = _free_port(), base / "comfyui.log"
     command = [
-        sys.executable, str(comfyui / "main.py"), "--port", str(port), "--base-directory", str(base),
-        "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
+        sys.executable, "-X", "utf8", str(comfyui / "main.py"), "--port", str(port),
+        "--base-directory", str(base), "--database-url", "sqlite:///:memory:", "--disable-auto-launch",
         *(["--cpu"] if cpu or (cpu is None and not has_card()) else []), *options,
     ]  # fmt: skip
     environment = {
         "OMP_WAIT_POLICY": "passive",  # threads that wait for each other busily starve beside another program
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONIOENCODING": "utf-8",
+        "PYTHONIOENCODING": "utf-8",  # an embedded Python heeds -X utf8 alone
     }
     with log_file.open("ab") as output:
         process = subprocess.Popen(

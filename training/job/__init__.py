@@ -58,6 +58,8 @@ def read_job(path: Path) -> Job:
         document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name}: this is no readable YAML file: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path.name}: its lists lie too deep within one another.") from None
     if not isinstance(document, dict):
         raise ValueError(f"{path.name}: expected 'job:' and 'config:'; see example_workflows/jobs.")
     try:

@@ -44,7 +44,8 @@ def limited_to(most: int | None, device: torch.device) -> Iterator[None]:
         return
     total = torch.cuda.get_device_properties(device).total_memory
     # No limit is more than 1 under cudaMallocAsync, which ComfyUI prefers, and is refused when it is set.
-    before = min(1.0, torch.cuda.get_per_process_memory_fraction(device))
+    limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)  # from 2.6 on
+    before = min(1.0, limit(device))
     torch.cuda.set_per_process_memory_fraction(min(before, most / total), device)
     try:
         yield

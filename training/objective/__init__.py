@@ -115,7 +115,7 @@ def with_guidance(batch: Batch, config: ObjectiveConfig, family: Family) -> Batc
     """
     if family.guidance is None:
         if config.guidance >= 0:
-            raise ValueError(f"guidance: {family.name} has no guidance input; leave it at -1.")
+            raise ValueError(f"guidance: {family.name} has no such input that Graft knows; leave it at -1.")
         return batch
     value = config.guidance if config.guidance >= 0 else family.guidance
     extras = batch.extras or ({},) * len(batch.latents)

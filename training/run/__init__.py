@@ -53,6 +53,9 @@ MARGIN = 32 << 20
 
 DISK_CHECK_SECONDS = 5.0
 
+AWAY_SECONDS = 45.0
+"""How long a run's end waits for a drive that is away; less than a process that is asked to end still has."""
+
 OnStart = Callable[[TrainState], None]
 
 
@@ -167,8 +170,10 @@ def execute(
                 validation=validation,
             )
         finally:
-            watch.log.close()
-            saved = watch.save()
+            try:
+                saved = watch.save_at_last()
+            finally:
+                watch.log.close()  # last: it gets what it lacks where a drive came back
         reached = saved or resume
         assert reached is not None, "a fresh run ends after at least one step"
         if watch.stopped:
@@ -330,7 +335,8 @@ def prune(run: Run, step: int, best: int) -> None:
         if not (folder / KEPT).exists():
             remove_state(folder)
             if not run.is_regular(known):
-                run.lora(known).unlink(missing_ok=True)
+                with suppress(OSError):  # Windows keeps what a Load LoRA has read
+                    run.lora(known).unlink(missing_ok=True)
 
 
 def require_space(run: Run, needed: int) -> None:
@@ -363,7 +369,7 @@ class _Watch:
         self.saved: StateHandle | None = None
         self.saved_at = self.checked_at = time.monotonic()
         self.size = 0
-        """Of a checkpoint, once one was written."""
+        """Of a checkpoint, once one was to be written."""
         self.stopped = False
         """By `on_step`: Finish was pressed."""
 
@@ -390,6 +396,36 @@ class _Watch:
             self.saved_at = time.monotonic()
             log.warning("Graft: %s could not be saved (%s); training goes on.", self.run.folder, error)
 
+    def save_at_last(self) -> StateHandle | None:
+        """Save at the run's end: what was trained is nowhere else, so a drive that is away is waited for.
+
+        Raises OSError naming the folder, and what is lost, when the drive is full or does not come back.
+        """
+        until = time.monotonic() + AWAY_SECONDS
+        while True:
+            try:
+                return self.save()
+            except OSError as error:
+                if self.is_full() or time.monotonic() >= until:
+                    kept = f"step {self.saved.step}" if self.saved else "the step that it began at"
+                    raise OSError(
+                        f"{self.run.folder}: the run could not be saved ({error}). What it trained after "
+                        f"{kept} is lost. Bring the drive back, or free some space there, and queue the "
+                        "graph again."
+                    ) from error
+                log.warning("Graft: %s could not be saved (%s); trying again.", self.run.folder, error)
+                time.sleep(3.0)
+
+    def is_full(self) -> bool:
+        """Say whether the disk is there, but has no room for a checkpoint."""
+        try:
+            require_space(self.run, self.size + self.size // 4)
+        except DiskFull:
+            return True
+        except OSError:  # away
+            pass
+        return False
+
     def save(self) -> StateHandle | None:
         """Write the last whole step, unless it is on disk already; None before the first step."""
         if self.progress and (self.saved is None or self.saved.step < self.progress.step):
@@ -402,11 +438,11 @@ class _Watch:
         return self.saved
 
     def write(self, state: TrainState) -> None:
+        self.size = size_in_bytes(state)
         self.saved = save_state(state, self.run.checkpoint(state.step))
         if self.run.saving.lora:
             write_lora_of(self.run, state, self.family)
         self.saved_at = time.monotonic()
-        self.size = size_in_bytes(state)
         prune(self.run, state.step, best_step(state.validations))
 
     def check_disk(self) -> None:
@@ -420,6 +456,8 @@ class _Watch:
         except DiskFull:
             self.save()
             raise
+        except OSError:  # the drive is away for a moment
+            pass
 
 
 def _checkpoints(run: Run) -> dict[int, Path]:

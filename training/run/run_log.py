@@ -12,13 +12,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from ..checkpoint import write_text
 from ..loop import Progress
 from ..packages import optional
+from ..whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ FIELDS = (
 
 CHUNK = 4 << 20
 """Most bytes of a log that are read at once."""
+
+AGAIN_SECONDS = 30.0
+"""After a write that failed, the next is tried so much later: on Windows a failure takes two seconds."""
 
 Entry = dict[str, Any]
 
@@ -123,21 +127,14 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, step: int, *, last: int = 0, tensorboard: bool = False) -> None:
-        self.files: list[tuple[IO[str], Callable[[Entry], str]]] = []
         self.board = _tensorboard(folder, step) if tensorboard else None
-        jsonl, table = folder / "log.jsonl", folder / "log.csv"
-        known = read_log(jsonl)
-        kept = [line for line in known if line["step"] <= step]
+        self.files = [
+            _File(folder / "log.jsonl", _json),
+            _File(folder / "log.csv", _csv, ",".join(FIELDS) + "\n"),
+        ]
+        known = read_log(self.files[0].path)
         self.later = [line for line in known if step < line["step"] <= last]
-        try:
-            write_text(jsonl, "".join(map(_json, kept)))
-            write_text(table, ",".join(FIELDS) + "\n" + "".join(map(_csv, kept)))
-            self.files = [
-                (path.open("a", encoding="utf-8", newline=""), row)
-                for path, row in ((jsonl, _json), (table, _csv))
-            ]
-        except OSError as error:
-            self._give_up(error)
+        self._append([line for line in known if line["step"] <= step])
 
     def write(self, progress: Progress) -> None:
         line = entry(progress)
@@ -149,27 +146,59 @@ class RunLog:
                     self.board.add_scalar(f"graft/{name}", line[name], progress.step)
 
     def close(self) -> None:
-        self._append(self.later)
-        for file, _ in self.files:
-            try:
-                file.close()
-            except OSError as error:
-                log.warning("Graft: the log could not be finished (%s).", error)
-        self.files = []
+        self._append(self.later, at_last=True)
         if self.board is not None:
             self.board.close()
 
-    def _append(self, lines: Iterable[Entry]) -> None:
-        try:
-            for file, row in self.files:
-                file.writelines(map(row, lines))
-                file.flush()
-        except (OSError, ValueError) as error:
-            self._give_up(error)
+    def _append(self, lines: Sequence[Entry], *, at_last: bool = False) -> None:
+        for file in self.files:
+            file.append(lines, at_last=at_last)
 
-    def _give_up(self, error: Exception) -> None:
-        log.warning("Graft: the run's log cannot be written (%s); training goes on without it.", error)
-        self.files = []
+
+class _File:
+    """One file of a log, opened for each step. Lines that cannot be written wait until they can, so that
+    none is missing after a table program let go of the file, or the drive came back.
+    """
+
+    def __init__(self, path: Path, row: Callable[[Entry], str], head: str = "") -> None:
+        self.path, self.row = path, row
+        self.waiting = [head]
+        self.size: int | None = None
+        """Bytes that were written whole; None before the file was begun."""
+        self.failed_at = -math.inf
+
+    def append(self, lines: Sequence[Entry], *, at_last: bool) -> None:
+        """Write what waits and `lines`; so soon after a failure they wait too, unless `at_last`."""
+        self.waiting += map(self.row, lines)
+        if not self.waiting or (not at_last and time.monotonic() < self.failed_at + AGAIN_SECONDS):
+            return
+        try:
+            self._write("".join(self.waiting).encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            if at_last:
+                log.warning("Graft: %s lacks the run's last steps (%s).", self.path, error)
+            elif self.failed_at == -math.inf:
+                log.warning(
+                    "Graft: %s cannot be written (%s); training goes on without it, and it is tried again.",
+                    self.path,
+                    error,
+                )
+            self.failed_at = time.monotonic()
+        else:
+            self.waiting, self.failed_at = [], -math.inf
+
+    def _write(self, text: bytes) -> None:
+        if self.size is None:
+            with whole_file(self.path) as temporary:
+                temporary.write_bytes(text)
+            self.size = len(text)
+            return
+        with self.path.open("ab") as file:
+            file.truncate(min(self.size, file.tell()))  # without the torn line of a write that failed
+            file.seek(0, os.SEEK_END)
+            file.write(text)
+            size = file.tell()
+        self.size = size
 
 
 def _json(line: Entry) -> str:
