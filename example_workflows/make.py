@@ -16,7 +16,6 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,10 @@ TALLER = {
     "GraftTrainSteps": 300,
     "SaveImage": 400,
     "PreviewImage": 400,
-    "GraftSaveLora": 40,
+    "GraftLoadDataset": 50,
+    "GraftEncodeDataset": 90,
+    "GraftBuildLora": 90,
+    "GraftSaveLora": 100,
     "GraftSamplePrompts": 200,
 }
 """Room for what a node shows while it runs: text, chart, pictures."""
@@ -278,7 +280,7 @@ def written(schemas: dict[str, Any]) -> dict[Path, str]:
         path = HERE / "api" / f"{name}.json"
         prompt = completed(json.loads(path.read_text(encoding="utf-8")), schemas)
         texts[path] = _api_lines(prompt)
-        texts[HERE / f"{name}.json"] = _lines(editor_form(name, prompt, layout, schemas))
+        texts[HERE / f"{name}.json"] = _lines(editor_form(prompt, layout, schemas))
     return texts
 
 
@@ -323,7 +325,7 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
     return found
 
 
-def editor_form(name: str, prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any]) -> dict[str, Any]:
+def editor_form(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the workflow as the editor saves it, format 0.4."""
     nodes = {int(key): _node(int(key), entry, schemas[entry["class_type"]]) for key, entry in prompt.items()}
     links: list[list[Any]] = []
@@ -341,7 +343,6 @@ def editor_form(name: str, prompt: dict[str, Any], layout: Layout, schemas: dict
         node["order"] = order + 1
     every = [note, *nodes.values()]
     return {
-        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"graft-lora/{name}")),
         "revision": 0,
         "last_node_id": note["id"],
         "last_link_id": len(links),

@@ -1,5 +1,5 @@
 /**
- * Graft in ComfyUI's editor: a live panel on every Train Steps node.
+ * Graft in ComfyUI's editor: a live panel on every Train Steps node, and on every node of Graft what it tells.
  *
  * A run belongs to a node by the id of its workflow and the node's own id, which the server sends with every
  * message and remembers for pages that are opened later. Runs of other workflows are ignored.
@@ -8,6 +8,7 @@
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { Panel } from "./panel.js"
+import { Report } from "./report.js"
 import { wordsFor } from "./words.js"
 
 const NODE = "GraftTrainSteps"
@@ -15,14 +16,27 @@ const REMEMBERED = "graft_run"
 
 /** Node -> its Panel. */
 const panels = new WeakMap()
+/** Node -> its Report, and the widget of that. */
+const reports = new WeakMap()
+/** What nodes have told since the page was opened, for Undo and other tabs, which make all nodes anew. */
+const told = new Map()
 
 api.addEventListener("graft.run", ({ detail }) => show(detail)) // at once: a run may be under way
+api.addEventListener("reconnected", () => refill()) // what the server told meanwhile is lost
+
+// The panel shows the samples. ComfyUI's own preview of them, below it, is left out: here for Nodes 2.0.
+const style = document.createElement("style")
+style.textContent = `[data-testid^="node-body-"]:has(.graft-panel) > :is(img, img + div, div:has(img)) { display: none; }`
+document.head.append(style)
 
 app.registerExtension({
     name: "graft.trainSteps",
 
     nodeCreated(node) {
+        if (!node.comfyClass?.startsWith("Graft")) return
         if (node.comfyClass === NODE) addPanel(node)
+        showAllDigits(node)
+        addReport(node)
     },
 
     afterConfigureGraph() {
@@ -31,16 +45,11 @@ app.registerExtension({
 })
 
 function addPanel(node) {
-    const locale = app.extensionManager?.setting?.get?.("Comfy.Locale")
-    const panel = new Panel(api, wordsFor(locale), () => makeRoom(node))
-    const widget = node.addDOMWidget("graft_chart", "graft_chart", panel.element, {
-        serialize: false,
-        hideOnZoom: false,
-        getMinHeight: () => panel.minHeight,
-    })
-    widget.serialize = false
+    const panel = new Panel(api, words(), () => makeRoom(node))
+    addElement(node, "graft_chart", words().chart, panel, panel.thumbnails)
+    panel.element.classList.add("graft-panel")
     panels.set(node, panel)
-    // The panel shows the samples. ComfyUI's own preview of them, below it, is left out: the first for 0.33.
+    // No preview of ComfyUI's in the classic rendering either: the first for 0.33.
     node.hideOutputImages = true
     node.onDrawBackground = () => {}
     const { onRemoved } = node
@@ -51,11 +60,89 @@ function addPanel(node) {
     }
 }
 
+/** Add what a Panel or Report shows as a node's last widget; `scrolling` scrolls by itself. */
+function addElement(node, name, label, shown, scrolling) {
+    const widget = node.addDOMWidget(name, name, shown.element, {
+        serialize: false,
+        hideOnZoom: false,
+        getMinHeight: () => shown.minHeight,
+        getMaxHeight: () => shown.maxHeight,
+    })
+    widget.serialize = false
+    widget.label = label // ComfyUI's app mode shows it
+    forward(shown.element, scrolling)
+    return widget
+}
+
+/** Nodes 2.0 of 0.3.75 rounds to three digits, and a learning rate to nothing. */
+function showAllDigits(node) {
+    for (const { type, options } of node.widgets ?? [])
+        if (type === "number" && options?.precision > 3) options.maxFractionDigits ??= options.precision
+}
+
+/** Show what the node tells when it has run. Nodes 2.0 of 0.3.75 sees no widget that comes later than the node. */
+function addReport(node) {
+    const report = new Report(node)
+    const widget = addElement(node, "graft_text", words().report, report, report.element)
+    widget.hidden = true
+    reports.set(node, { report, widget })
+    const { onExecuted } = node
+    node.onExecuted = function (output, ...args) {
+        const result = onExecuted?.call(this, output, ...args)
+        if (Array.isArray(output?.text)) tell(node, output.text.join("\n"))
+        return result
+    }
+}
+
+function tell(node, text) {
+    const { report, widget } = reports.get(node)
+    told.set(key(node), text)
+    report.show(text)
+    widget.hidden = !text
+    makeRoom(node)
+}
+
 /** Enlarge a node that has become too small for what it shows. */
 function makeRoom(node) {
     const height = node.computeSize()[1]
     if (node.size[1] < height) node.setSize([node.size[0], height])
+    noEdit(node)
     app.canvas?.setDirty(true, true)
+}
+
+/**
+ * Let a node's size and run, as they are now, be no edit: Undo would take them back, they would come again,
+ * and no way would lead past them. So they go into the state that ComfyUI looks for edits from.
+ */
+function noEdit(node) {
+    const state = app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.activeState
+    const subgraphs = state?.definitions?.subgraphs ?? []
+    const nodes = [state, ...subgraphs].find((graph) => graph?.id && graph.id === node.graph?.id)?.nodes
+    const saved = nodes?.find(({ id }) => String(id) === String(node.id))
+    if (!saved) return
+    saved.size = [...node.size]
+    if (REMEMBERED in node.properties)
+        saved.properties = { ...saved.properties, [REMEMBERED]: { ...node.properties[REMEMBERED] } }
+}
+
+/** Hand the canvas its wheel and middle button, as ComfyUI's text boxes do; Nodes 2.0 does so by itself. */
+function forward(element, scrolling) {
+    const to = (type, method, meant) =>
+        element.addEventListener(type, (event) => {
+            if (LiteGraph.vueNodesMode || !meant(event)) return
+            if (type === "wheel") event.preventDefault()
+            app.canvas[method](event)
+        })
+    to("wheel", "processMouseWheel", (event) => {
+        const { ctrlKey, shiftKey, deltaX, deltaY } = event
+        if (ctrlKey || !event.composedPath().includes(scrolling)) return true
+        return shiftKey || Math.abs(deltaX) > Math.abs(deltaY)
+            ? scrolling.scrollWidth <= scrolling.clientWidth
+            : scrolling.scrollHeight <= scrolling.clientHeight
+    })
+    to("pointerdown", "processMouseDown", (event) => event.button === 1 && !event.composedPath()[0].closest("a"))
+    to("pointermove", "processMouseMove", (event) => event.buttons & 4)
+    to("pointerup", "processMouseUp", (event) => event.button === 1)
 }
 
 /** Show what the server tells of a run on the node that it belongs to, if that is in this graph. */
@@ -66,13 +153,15 @@ function show(live) {
     const panel = panels.get(node)
     if (!panel) return
     node.properties[REMEMBERED] = { node: node.id, run: live.run, last: live.last }
+    noEdit(node)
     panel.follow({ ...live })
 }
 
-/** Give every panel its run again, after a reload or when a workflow was opened. */
+/** Give every node what it showed, after a reload or when a workflow was opened. */
 async function refill() {
     const graph = rootGraph()
-    for (const node of trainNodes(graph)) {
+    for (const node of everyNode(graph)) {
+        if (reports.has(node) && told.has(key(node))) tell(node, told.get(key(node)))
         const remembered = node.properties?.[REMEMBERED]
         if (String(remembered?.node) === String(node.id)) panels.get(node)?.follow({ ...remembered, running: false })
     }
@@ -100,8 +189,14 @@ function findNode(graph, id) {
     return node
 }
 
-function trainNodes(graph) {
-    return (graph?.nodes ?? []).flatMap((node) =>
-        node.subgraph ? trainNodes(node.subgraph) : node.comfyClass === NODE ? [node] : [],
-    )
+function everyNode(graph) {
+    return (graph?.nodes ?? []).flatMap((node) => [node, ...everyNode(node.subgraph)])
+}
+
+function key(node) {
+    return [node.graph?.id, node.id, node.comfyClass].join()
+}
+
+function words() {
+    return wordsFor(app.extensionManager?.setting?.get?.("Comfy.Locale"))
 }

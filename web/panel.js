@@ -24,10 +24,10 @@ button { flex: none; height: 20px; padding: 0 8px; border: 1px solid var(--borde
 button:hover:enabled { background: var(--border-color, #4e4e4e); }
 button:disabled { opacity: 0.4; cursor: default; }
 button[aria-pressed="true"] { border-color: ${COLOURS.smoothed}; color: ${COLOURS.smoothed}; }
-.chart { position: relative; flex: 1; min-height: 128px; }
+.chart { position: relative; flex: 1 1 128px; min-height: 112px; }
 canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
 .empty { position: absolute; inset: 0; display: grid; place-items: center; opacity: 0.6; text-align: center; }
-.legend { gap: 12px; overflow: hidden; font-variant-numeric: tabular-nums; }
+.legend { flex-wrap: wrap; height: auto; min-height: 20px; gap: 2px 12px; font-variant-numeric: tabular-nums; }
 .legend span::before { content: ""; display: inline-block; width: 8px; height: 8px; margin-right: 4px;
                        border-radius: 50%; background: var(--colour); }
 .samples { display: flex; gap: 4px; flex: none; height: ${THUMBNAILS_HEIGHT - 4}px; overflow-x: auto; }
@@ -170,7 +170,10 @@ export class Panel {
         this.live.finishing = true
         this.#update()
         const run = this.live.run.split("/").map(encodeURIComponent).join("/")
-        await this.api.fetchApi(`/graft/finish/${run}`, { method: "POST" })
+        const asked = this.api.fetchApi(`/graft/finish/${run}`, { method: "POST" })
+        if (await asked.then((answer) => answer.ok, () => false)) return
+        this.live.finishing = false
+        this.#update()
     }
 
     #point(event) {
@@ -215,7 +218,7 @@ export class Panel {
         this.button.disabled = !running || live.finishing
         this.button.textContent = running && live.finishing ? words.finishing : words.finish
         this.status.textContent = this.#statusText()
-        this.status.title = live?.run ?? ""
+        this.status.title = [this.status.textContent, live?.run].filter(Boolean).join("\n")
         const i = this.hover >= 0 ? Math.min(this.hover, series.steps.length - 1) : series.steps.length - 1
         const step = series.steps[i]
         const validation = series.validation.findLast?.(([at]) => at <= step)?.[1]

@@ -2,6 +2,8 @@
 
 const WORDS = {
     en: {
+        chart: "Training",
+        report: "Report",
         empty: "The loss appears here while training.",
         finish: "Finish",
         finishing: "Finishing ...",
@@ -20,6 +22,8 @@ const WORDS = {
         sample: "samples",
     },
     zh: {
+        chart: "训练",
+        report: "报告",
         empty: "训练时，损失曲线显示在这里。",
         finish: "完成",
         finishing: "正在完成…",
@@ -38,6 +42,8 @@ const WORDS = {
         sample: "样图",
     },
     ja: {
+        chart: "学習",
+        report: "レポート",
         empty: "学習中の損失がここに表示されます。",
         finish: "終了",
         finishing: "終了中…",
@@ -56,6 +62,8 @@ const WORDS = {
         sample: "サンプル",
     },
     de: {
+        chart: "Training",
+        report: "Bericht",
         empty: "Hier erscheint der Verlust während des Trainings.",
         finish: "Abschließen",
         finishing: "Schließt ab ...",

@@ -1,0 +1,149 @@
+"""What nodes tell when they have run is read on them, and what Graft adds to a node leaves ComfyUI's own
+ways alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+import graft
+
+pytestmark = pytest.mark.browser
+WORKFLOW = json.loads(
+    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
+)
+DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
+REPORT = "node.widgets.find(w => w.name === 'graft_text').element"
+SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"
+
+MIDDLE = (
+    f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
+    f"({SHADOW}.querySelector('canvas').getBoundingClientRect())"
+)
+CHECK = "dispatchEvent(new MouseEvent('mouseup')) && new Promise(done => setTimeout(done, 300, true))"
+"""Let ComfyUI look for edits."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
+def ran(request, editor, running):
+    """The template after three steps, in both renderings; true in Nodes 2.0."""
+    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
+    editor.open()
+    editor.load({**WORKFLOW, "id": str(uuid.uuid4())})
+    editor.page.evaluate("(app.canvas.ds.scale = 0.6, app.canvas.ds.offset = [150, 150], true)")
+    editor.set(DATASET, folder="tiny", resolution="64")
+    editor.set(LORA, rank=2)
+    editor.set(TRAIN, steps=3, batch_size=1, name="report", seed=int(request.param))
+    editor.set(SAVE, name="report")
+    editor.set(LATENT, width=64, height=64, batch_size=1)
+    editor.set(SAMPLER, steps=1)
+    before = [editor.page.evaluate("app.graph.serialize()"), sizes(editor)]
+    editor.run()
+    editor.page.wait_for(f"(node => {REPORT}.value)(app.graph.getNodeById({SAVE}))", 180)
+    editor.wait_until_idle()
+    yield request.param, *before
+    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+
+
+def sizes(editor):
+    return editor.page.evaluate("app.graph.nodes.map(node => [...node.size])")
+
+
+def shortcut(editor, key):
+    editor.page.evaluate("document.activeElement?.blur()")
+    for kind in ("keyDown", "keyUp"):
+        code = {"key": key, "code": f"Key{key.upper()}", "windowsVirtualKeyCode": ord(key.upper())}
+        editor.page.call("Input.dispatchKeyEvent", type=kind, modifiers=2, **code)
+    time.sleep(1)
+
+
+def test_a_nodes_text_can_be_read_on_it_and_is_not_saved(editor, ran):
+    for node, words in ((SAVE, "report.safetensors: step 3"), (TRAIN, "step 3, loss")):
+        assert editor.node(node, f"{REPORT}.value").startswith(words)
+        editor.page.wait_for(
+            f"(node => {REPORT}.getBoundingClientRect().height > 5)(app.graph.getNodeById({node}))"
+        )
+    _, saved, before = ran
+    for (width, height), (width_before, height_before) in zip(sizes(editor), before):
+        assert width == width_before and height >= height_before - 1
+    values = {node["id"]: node.get("widgets_values") for node in saved["nodes"]}
+    after = editor.page.evaluate("app.graph.serialize()")
+    assert {node["id"]: node.get("widgets_values") for node in after["nodes"]} == values
+    prompt = editor.page.evaluate("app.graphToPrompt().then(p => p.output)")
+    assert not any("graft_text" in node["inputs"] for node in prompt.values())
+
+
+def test_undo_and_redo_lead_past_a_run(editor, ran):
+    value = "node.widgets.find(w => w.name === 'name').value"
+    editor.set(SAVE, name="renamed")
+    editor.page.evaluate(CHECK)
+    shortcut(editor, "z")
+    assert editor.node(SAVE, value) == "report"
+    editor.page.wait_for(f"(node => {REPORT}.value)(app.graph.getNodeById({SAVE}))")
+    editor.page.wait_for(f"(node => node.properties.graft_run)(app.graph.getNodeById({TRAIN}))")
+    editor.page.evaluate(CHECK)
+    shortcut(editor, "y")
+    assert editor.node(SAVE, value) == "renamed"
+
+
+def test_numbers_show_all_their_digits(editor, ran):
+    if not ran[0]:
+        pytest.skip("only Nodes 2.0 shows fewer")
+    shown = f"[...document.querySelectorAll('[data-node-id=\"{TRAIN}\"] input')].map(i => Number(i.value))"
+    assert 0.0003 in editor.page.evaluate(shown)
+
+
+def test_a_preview_below_the_panel_is_not_shown_again(editor, ran):
+    before = editor.node(TRAIN, "node.size[1]")
+    editor.page.evaluate("""(async () => {
+        const { api } = await import('/scripts/api.js')
+        const canvas = Object.assign(document.createElement('canvas'), { width: 64, height: 64 })
+        const blob = await new Promise(done => canvas.toBlob(done, 'image/jpeg'))
+        const detail = { blob, nodeId: '5', displayNodeId: '5', parentNodeId: '5', realNodeId: '5' }
+        api.dispatchCustomEvent('b_preview_with_metadata', { ...detail, jobId: 'x', promptId: 'x' })
+        await new Promise(done => setTimeout(done, 1000)) })()""")
+    if ran[0]:
+        images = f"""[...document.querySelectorAll('[data-node-id="{TRAIN}"] img')]"""
+        assert editor.page.evaluate(f"{images}.length && {images}.every(i => !i.offsetParent)")
+    assert editor.node(TRAIN, "node.size[1]") == pytest.approx(before, abs=2)
+
+
+def test_the_wheel_zooms_over_the_chart(editor, ran):
+    if ran[0]:
+        pytest.skip("Nodes 2.0 sees to it")
+    x, y = editor.node(TRAIN, MIDDLE)
+    scale = editor.page.evaluate("app.canvas.ds.scale")
+    editor.page.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=-120)
+    editor.page.wait_for(f"app.canvas.ds.scale > {scale}", 5)
+
+
+def test_the_middle_button_moves_the_canvas_over_the_chart(editor, ran):
+    if ran[0]:
+        pytest.skip("Nodes 2.0 sees to it")
+    x, y = editor.node(TRAIN, MIDDLE)
+    offset = editor.page.evaluate("app.canvas.ds.offset[1]")
+    for kind, dy in (("mousePressed", 0), ("mouseMoved", 20), ("mouseMoved", 40), ("mouseReleased", 40)):
+        held = 0 if kind == "mouseReleased" else 4
+        editor.page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y + dy, button="middle", buttons=held)
+    editor.page.wait_for(f"app.canvas.ds.offset[1] > {offset}", 5)
+    time.sleep(0.3)
+
+
+def test_a_lost_connection_leaves_no_run_that_runs_for_ever(editor, ran):
+    told = """(async () => { const { api } = await import('/scripts/api.js')
+        api.dispatchCustomEvent('graft.run',
+            { run: 'gone', node: '5', workflow: app.graph.id, last: 7, step: 3, running: true }) })()"""
+    editor.page.evaluate(told)
+    finish = f"(node => {SHADOW}.querySelectorAll('button')[1])(app.graph.getNodeById({TRAIN}))"
+    editor.page.wait_for(f"!{finish}.disabled")
+    editor.page.evaluate(f"{finish}.click()")  # of a run that the server does not know
+    editor.page.wait_for(f"!{finish}.disabled && {finish}.textContent === 'Finish'")
+    editor.page.evaluate(
+        "import('/scripts/api.js').then(({ api }) => api.dispatchCustomEvent('reconnected'))"
+    )
+    editor.page.wait_for(f"{finish}.disabled")

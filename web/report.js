@@ -1,0 +1,53 @@
+/** The text that a node tells when it has run: read-only, and not saved with the workflow. */
+
+const LINE = 14
+const LETTER = 6.7
+const MARGINS = 28
+const MOST_LINES = { table: 8, words: 4 }
+
+export class Report {
+    constructor(node) {
+        this.node = node
+        this.element = document.createElement("textarea")
+        this.element.readOnly = true
+        this.element.spellcheck = false
+        Object.assign(this.element.style, { width: "100%", height: "100%", font: `11px/${LINE}px monospace` })
+        this.show("")
+    }
+
+    show(text) {
+        this.element.value = text
+        // Nodes 2.0 gives the room that a node has left to what is of the class widget-expands.
+        this.element.className = text ? "comfy-multiline-input widget-expands" : "comfy-multiline-input"
+        this.table = / {2}/.test(text) // columns
+        if (text && this.minHeight < this.maxHeight) this.element.dataset.captureWheel = "true" // Nodes 2.0: it scrolls
+        else delete this.element.dataset.captureWheel
+        Object.assign(this.element.style, {
+            display: text ? "block" : "none",
+            whiteSpace: this.table ? "pre" : "pre-wrap",
+            overflow: "auto",
+            minHeight: `${this.minHeight - MARGINS + 6}px`,
+            maxHeight: `${this.maxHeight - MARGINS + 6}px`,
+        })
+    }
+
+    /** Pixels for the first lines, and for all; none without a text. */
+    get minHeight() {
+        return this.#height(Math.min(this.table ? MOST_LINES.table : MOST_LINES.words, this.#lines))
+    }
+
+    get maxHeight() {
+        return this.#height(this.#lines)
+    }
+
+    #height(lines) {
+        return this.element.value ? MARGINS + LINE * lines : 0
+    }
+
+    get #lines() {
+        const lines = this.element.value.split("\n")
+        if (this.table) return lines.length + 1 // its scrollbar
+        const letters = Math.max(10, (this.node.size[0] - 40) / LETTER)
+        return lines.reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / letters)), 0)
+    }
+}
