@@ -34,7 +34,7 @@ WIDTHS = {
 }
 TALLER = {
     "CLIPTextEncode": 40,
-    "GraftTrainSteps": 300,
+    "GraftTrainSteps": 370,
     "SaveImage": 400,
     "PreviewImage": 400,
     "GraftLoadDataset": 50,
