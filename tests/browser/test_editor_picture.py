@@ -22,7 +22,7 @@ BOX = (75, 140, 1215, 850)
 
 ADD_SAMPLE_PROMPTS = """(values => {
     const samples = LiteGraph.createNode('GraftSamplePrompts')
-    samples.pos = [900, 682]
+    samples.pos = [900, 870]
     app.graph.add(samples)
     for (const widget of samples.widgets) if (widget.name in values) widget.value = values[widget.name]
     const [base, train] = [1, 5].map(id => app.graph.getNodeById(id))
@@ -31,8 +31,8 @@ ADD_SAMPLE_PROMPTS = """(values => {
     samples.connect(0, train, train.inputs.findIndex(slot => slot.name === 'sample_prompts'))
     samples.setSize([320, 700])
     app.canvas.show_info = false
-    app.canvas.ds.scale = 0.9
-    app.canvas.ds.offset = [-794, 117]
+    app.canvas.ds.scale = 0.76
+    app.canvas.ds.offset = [-777, 140]
     app.canvas.setDirty(true, true)
     return true
 })"""
