@@ -48,7 +48,8 @@ def full_matrix(done: Settings, may: May) -> None:
 
 
 def convolutions(done: Settings, may: May) -> None:
-    """Train convolutions too, where the file gives them a rank; their alpha is by default the same.
+    """Train convolutions too, where the file gives them a rank; their alpha is by default the same where the
+    file gives linear layers one, else the method's own too.
 
     1x1 convolutions count as linear layers (ai-toolkit, toolkit/lora_special.py). Transformers have no others
     in their blocks: a rank for them changes nothing.
@@ -60,8 +61,8 @@ def convolutions(done: Settings, may: May) -> None:
     if _scheduler(may) == "flowmatch":
         return
     rank = done.get("lora.rank", NODES["lora"].inputs["rank"])
-    conv, alpha = may["conv"], done.get("lora.alpha") or rank
-    conv_alpha = may.get("conv_alpha") or conv
+    conv, alpha = may["conv"], done.get("lora.alpha", 0.0)
+    conv_alpha = may.get("conv_alpha") or (conv if alpha else 0.0)
     done["lora.targets"] = "all"
     for name, value, linear in (("ranks", conv, rank), ("alphas", conv_alpha, alpha)):
         if value != linear:
