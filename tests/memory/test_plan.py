@@ -96,7 +96,7 @@ def test_host_memory_is_left_for_block_inputs(monkeypatch):
     hold = denoiser.hold
     denoiser.hold = lambda dtype, store, room=0: rooms.append((store, room)) or hold(dtype, store, room)
     fixed = with_memory(base="offload", checkpointing="block-offload")
-    inputs = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("resident", "none")).step.inputs
+    inputs = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("resident", "none")).step.host
     for config in (CONFIG, fixed):
         (plan,) = chosen(denoiser, 1000, config)
         assert plan.host_room == inputs > 0

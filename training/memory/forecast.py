@@ -7,16 +7,15 @@ numbers are real: networks make shapes of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..adapters import attach, build_adapters, draws
 from ..config import AdapterConfig
@@ -24,7 +23,7 @@ from ..layer import FrozenLayer, LayerSpec
 from ..model import Batch, Denoiser, HeldBase
 from ..objective import loss_at
 from .checkpointing import checkpointed, repeated_blocks
-from .live import LiveTensors
+from .live import LiveTensors, tensors_of
 from .offload import is_worth_moving, pinned_size
 from .store import UNPLACED
 
@@ -39,11 +38,22 @@ class Forecast:
     """Bytes at the worst moment, gradients included."""
     flops: int
     """Floating-point operations of products, convolutions and attention."""
-    inputs: int = 0
-    """Bytes of host memory that "block-offload" takes for the blocks' inputs, in whichever mode this is."""
+    inputs: Sequence[Sequence[int]] = ()
+    """Bytes of each input, for each block, that "block-offload" moves to host memory."""
     loose: int = 0
     """Bytes of what the network has beside its layers' weights (norms, biases, positions): not of a step, but
     on the device by every plan."""
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that "block-offload" takes for them, in whichever mode this is."""
+        return sum(pinned_size(size) for sizes in self.inputs for size in sizes)
+
+    def inputs_moved(self) -> Forecast:
+        """Return this forecast of "block" as one of "block-offload", one block's inputs at a time."""
+        moved = [sum(sizes) for sizes in self.inputs]
+        peak = self.peak - sum(moved) + max(moved, default=0)
+        return replace(self, kept=self.kept - sum(moved), peak=peak)
 
 
 @torch.inference_mode(False)
@@ -69,7 +79,6 @@ def forecast(
         loose = loose_bytes(base)
         stack.enter_context(untouched(base.module))
         stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
         stack.enter_context(draws(0, 0))  # dropout takes memory
@@ -77,8 +86,8 @@ def forecast(
             adapters = build_adapters(adapted, config)
         stack.enter_context(attach(base.layers, adapters))
         units = denoiser.family.checkpointed
-        kept_of_block = "block" if mode == "block-offload" else mode
-        stack.enter_context(checkpointed(base.module, units, kept_of_block, copies=copies))
+        on_device = "block" if mode == "block-offload" else mode
+        stack.enter_context(checkpointed(base.module, units, on_device, copies=copies))
         inputs: list[list[int]] = []
         for block in repeated_blocks(base.module, units).values():
             stack.callback(block.register_forward_pre_hook(_noting(inputs), with_kwargs=True).remove)
@@ -87,13 +96,12 @@ def forecast(
         # Fake tensors are for one thread; text encoders in training put nodes on two devices into the graph.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         live = stack.enter_context(LiveTensors())
+        stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
         kept = live.now
         loss.backward()  # type: ignore[no-untyped-call]
-    on_host = sum(pinned_size(size) for sizes in inputs for size in sizes)
-    moved = [sum(sizes) for sizes in inputs] if mode == "block-offload" else []
-    peak = live.peak - sum(moved) + max(moved, default=0)
-    return Forecast(kept - sum(moved), peak, live.flops, on_host, loose)
+    found = Forecast(kept, live.peak, live.flops, inputs, loose)
+    return found.inputs_moved() if mode == "block-offload" else found
 
 
 def loose_bytes(base: HeldBase) -> int:
@@ -150,6 +158,8 @@ class _WithNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device  # half of all that is dispatched
         kwargs = dict(kwargs or {})
         if _is_real(args, kwargs):
             with unset_fake_temporarily():
@@ -164,7 +174,7 @@ class _WithNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_real(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Say whether an operation is on real masks or whole numbers alone, or makes whole numbers."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list(tensors_of((*args, *kwargs.values())))
     if not tensors:
         return kwargs.get("dtype") in (torch.bool, torch.int32, torch.int64)
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):

@@ -6,13 +6,12 @@ Counts every storage that an operation makes, from when it is made until nothing
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -45,10 +44,10 @@ class LiveTensors(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((*args, *kwargs.values())):
             self._know(tensor, 0)
         result = function(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_of((result,)):
             self._know(tensor, tensor.untyped_storage().nbytes())
         if self.limit is not None and self.now > self.limit:
             raise torch.OutOfMemoryError(f"{self.now} bytes are in use, {self.limit} are allowed.")
@@ -71,5 +70,10 @@ class LiveTensors(TorchDispatchMode):
         self.now -= self._known.pop(key)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, and those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)

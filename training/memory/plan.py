@@ -153,13 +153,14 @@ def fitting(
 def with_host_room(plans: Sequence[Plan], step: Forecast) -> Sequence[Plan]:
     """Return the plans with what block inputs take of host memory, as a forecast of any mode says it."""
     moves = "block-offload"
-    return [replace(p, host_room=step.inputs) if p.checkpointing == moves else p for p in plans]
+    return [replace(p, host_room=step.host) if p.checkpointing == moves else p for p in plans]
 
 
 def predictor(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch
 ) -> Callable[[Plan], Prediction]:
-    """Return the function that predicts a plan; each checkpointing mode is forecast once.
+    """Return the function that predicts a plan; each checkpointing mode is forecast once, "block-offload"
+    with "block".
 
     It raises RuntimeError for networks that `forecast` cannot follow.
     """
@@ -182,17 +183,17 @@ def predictor(
             denoiser.specs, plan, dtype
         )
         everything = bytes_of(denoiser.specs, blocks, "resident", dtype)
-        foreseen = step(plan.checkpointing)
+        moves = plan.checkpointing == "block-offload"
+        foreseen = step("block").inputs_moved() if moves else step(plan.checkpointing)
         passes = 2 if plan.checkpointing in ("none", "selective") else 3
         offloaded = everything if plan.base == "offload" else 0
-        inputs = foreseen.inputs if plan.checkpointing == "block-offload" else 0
         return Prediction(
             plan,
             weights=weights + foreseen.loose,
             adapters=kept,
             step=foreseen,
             optimizing=optimizing,
-            host=offloaded + inputs,
+            host=offloaded + (foreseen.host if moves else 0),
             moved=passes * offloaded,
         )
 
