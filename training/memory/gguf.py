@@ -143,6 +143,24 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (factor[..., None] * numbers).flatten(1)
 
 
+def _looked_up(nibbles: Tensor) -> Tensor:
+    """Return what the four bits of the IQ4 types stand for, which lie closer around 0."""
+    values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    return torch.tensor(values, dtype=torch.float32, device=nibbles.device)[nibbles.int()]
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _halves(blocks, 0) * _looked_up(_nibbles(blocks[:, 2:]))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).flatten(1)
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1)
+    factor = _halves(blocks, 0) * ((low | (high << 4)).float() - 32)
+    return (factor[..., None] * _looked_up(_nibbles(blocks[:, 8:].view(-1, 8, 16)))).flatten(1)
+
+
 LAYOUTS: Mapping[str, Layout] = {
     "BF16": Layout(2, lambda blocks: blocks.view(torch.bfloat16).float()),
     "Q8_0": Layout(34, _q8_0),
@@ -155,5 +173,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "Q4_K": Layout(144, _q4_k),
     "Q5_K": Layout(176, _q5_k),
     "Q6_K": Layout(210, _q6_k),
+    "IQ4_NL": Layout(18, _iq4_nl),
+    "IQ4_XS": Layout(136, _iq4_xs),
 }
 """By GGUF's name of the type."""
