@@ -54,6 +54,19 @@ def test_training_does_not_change_the_state_it_starts_from():
     assert all(torch.equal(before[name], start.weights[name]) for name in before)
 
 
+def test_a_state_of_another_lora_is_refused_with_what_differs():
+    other = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=8, alpha=2.0, targets="all"))
+    with pytest.raises(ValueError, match="step 1 holds a LoRA of rank 4, but the settings ask for rank 8;"):
+        run(run(steps=1), steps=1, config=other)
+
+
+def test_a_state_of_another_base_is_refused():
+    other = TinyDenoiser()
+    other.fingerprint = "other"
+    with pytest.raises(ValueError, match="belongs to another base model .fingerprint tiny.* has other"):
+        run(run(steps=1), steps=1, denoiser=other)
+
+
 def output(denoiser, state=None):
     batch = TinyDataset().batch(4, seed=0, index=0)
     x, sigma = batch.latents, torch.full((4,), 0.5)

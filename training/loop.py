@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import distributed, objective
 from .adapters import build_adapters, draws, initialise, named_parameters, needs_base, select
-from .config import TrainConfig, ValidationConfig, digest
+from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .coverage import Coverage
 from .memory.placement import Placement
 from .memory.plan import budget_of, fitting
@@ -273,10 +273,16 @@ def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig
             f"{state.base}, this model has {denoiser.fingerprint}); load the base it was trained on, or "
             "start from its LoRA file instead."
         )
-    if state.adapter != config.adapter:
+    names = [f.name for f in fields(AdapterConfig)]
+    differing = [n for n in names if getattr(state.adapter, n) != getattr(config.adapter, n)]
+    if differing:
+        held, asked = (
+            ", ".join(f"{name} {getattr(adapter, name)!r}" for name in differing)
+            for adapter in (state.adapter, config.adapter)
+        )
         raise ValueError(
-            f"the training state at step {state.step} holds {state.adapter}, but the settings ask for "
-            f"{config.adapter}; connect the state without another Build LoRA."
+            f"the training state at step {state.step} holds a LoRA of {held}, but the settings ask "
+            f"for {asked}; connect the state without another Build LoRA."
         )
 
 
