@@ -32,10 +32,10 @@ STEP = Progress(
 
 
 def test_a_line_says_where_a_run_stands():
-    text = describe(dataclasses.replace(STEP, validation=0.3, memory=3 << 30))
+    text = describe(dataclasses.replace(STEP, validation=0.3, memory=3 << 30, plan="fp8, block"))
     assert text == (
         "step 40/100  loss 0.1250 (mean 0.2500)  validation 0.3000  2.00 s/step  2:05 left  lr 1.00e-04  "
-        "gradient 0.5  3.0 GB"
+        "gradient 0.5  3.0 GB (fp8, block)"
     )
 
 

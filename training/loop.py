@@ -63,6 +63,8 @@ class Progress:
     """Seconds, at the pace so far, whatever it is spent on."""
     memory: int = 0
     """Most bytes that were in use on the device; 0 where that is not counted."""
+    plan: str = ""
+    """How memory was spent, by the names that Memory Settings has for it: "offload, block"."""
     base_given_back: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the base is its owner's again, as it was: to draw samples, say. Training goes on
     afterwards as if it had not been entered."""
@@ -144,6 +146,7 @@ def train(
                 best=validated is not None and best_step(work.validations) == work.step,
                 time_left=clock.left(work.step),
                 memory=peak_bytes(denoiser.device),
+                plan=placement.plan.short,
                 base_given_back=placement.given_back,
             )
             if distributed.share(on_step(report) == STOP):

@@ -11,6 +11,8 @@ import { Series, clock, short } from "./series.js"
 const FILES_EVERY = 3000
 const CHART_HEIGHT = 150
 const THUMBNAILS_HEIGHT = 84
+/** The plan that needs no words: nothing is moved or computed twice. */
+const FASTEST = "resident, none"
 
 const STYLE = `
 :host { display: block; color: var(--input-text, #ddd); font: 11px sans-serif; }
@@ -252,6 +254,7 @@ export class Panel {
         if (Number.isFinite(last.seconds)) parts.push(`${short(last.seconds)} ${words.perStep}`)
         if (live.running && Number.isFinite(last.time_left)) parts.push(`${clock(last.time_left)} ${words.left}`)
         if (last.memory) parts.push(`${(last.memory / 2 ** 30).toFixed(1)} GB`)
+        if (last.plan && last.plan !== FASTEST) parts.push(last.plan)
         if (!live.running && live.last && step < live.last) parts.push(words.done)
         return parts.join("  \u00b7  ")
     }

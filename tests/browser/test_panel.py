@@ -133,7 +133,8 @@ def long_run(running):
             loss = 0.3 + math.exp(-at / 2000)
             entry = {"step": at, "loss": loss + 0.2 * math.sin(at * at), "smoothed": loss, "seconds": 0.6}
             entry |= {"lr": 1e-4 * (1 - at / STEPS), "validation": loss + 0.1 if at % 1000 == 0 else None}
-            file.write(json.dumps({**entry, "time_left": 0.0, "memory": 7 << 30}) + "\n")
+            entry |= {"time_left": 0.0, "memory": 7 << 30, "plan": "offload, block"}
+            file.write(json.dumps(entry) + "\n")
     return LONG
 
 
@@ -148,7 +149,7 @@ def test_samples_appear_with_the_run_that_the_workflow_remembers(editor, long_ru
     wait(
         editor, f"{images}.length === 3 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
     )
-    assert all(word in editor.node(TRAIN, STATUS) for word in ("10000 / 10000", "7.0 GB"))
+    assert all(word in editor.node(TRAIN, STATUS) for word in ("10000 / 10000", "7.0 GB", "offload, block"))
     assert all(word in editor.node(TRAIN, LEGEND) for word in ("validation", "samples", "rate"))
     assert editor.node(TRAIN, "node.size[1] >= node.computeSize()[1]")
     show_train_steps(editor)

@@ -265,7 +265,10 @@ def test_under_any_budget_a_run_ends_in_the_state_of_a_large_one(mode):
     (large, expected), (small, _) = kept_by_forward("none"), kept_by_forward(mode)
     denoiser = TinyDenoiser()
     budget = Budget(denoiser, (small + large) // 2)
-    state = train(denoiser, Sized(), CONFIG, None, steps=2)
+    plans = []
+    watched = {"on_step": lambda progress: plans.append(progress.plan)}
+    state = train(denoiser, Sized(), CONFIG, None, steps=2, **watched)
     assert small < large and budget.steps > 2
+    assert set(plans) <= {"resident, selective", "resident, block"} and plans
     assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
     assert state.losses == expected.losses

@@ -49,6 +49,10 @@ class Plan:
     def __str__(self) -> str:
         return f"base {self.base}, checkpointing {self.checkpointing}"
 
+    @property
+    def short(self) -> str:
+        return f"{self.base}, {self.checkpointing}"
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -35,6 +35,7 @@ FIELDS = (
     "images_per_second",
     "time_left",
     "memory",
+    "plan",
 )
 
 CHUNK = 4 << 20
@@ -63,7 +64,7 @@ def describe(progress: Progress) -> str:
         f"{clock(progress.time_left)} left" if math.isfinite(progress.time_left) else "",
         f"lr {progress.lr:.2e}",
         f"gradient {progress.grad_norm:.3g}",
-        f"{progress.memory / 2**30:.1f} GB" if progress.memory else "",
+        f"{progress.memory / 2**30:.1f} GB ({progress.plan})" if progress.memory else "",
     ]
     return "  ".join(part for part in parts if part)
 
