@@ -10,7 +10,7 @@ import comfy.sd
 import pytest
 import torch
 
-from graft.tests.comfy.tiny_models import FILES, TINY, state_dict
+from graft.tests.comfy.tiny_models import FILES, SIBLINGS, TINY, state_dict
 from graft.training import rng
 from graft.training.adapters import attach, matches, restore_adapters, select
 from graft.training.comfy.denoiser import ComfyDenoiser, sdpa
@@ -36,7 +36,8 @@ CONFIG = TrainConfig(
     optimizer=OptimizerConfig(lr=1e-2),
     memory=MemoryConfig(dtype="fp32"),
 )
-every_family = pytest.mark.parametrize("name", TINY)
+FAMILIES = TINY | SIBLINGS
+every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 class Samples:
@@ -58,10 +59,10 @@ def trained():
 
     def of(name):
         if name not in cache:
-            patcher = TINY[name]()
+            patcher = FAMILIES[name]()
             before = snapshot(patcher)
             denoiser = ComfyDenoiser(patcher)
-            cache[name] = (patcher, denoiser, two_steps(denoiser, TINY[name]), before)
+            cache[name] = (patcher, denoiser, two_steps(denoiser, FAMILIES[name]), before)
         return cache[name]
 
     return of
@@ -113,8 +114,8 @@ def test_a_file_is_recognised_with_nothing_missing(name, any_size, caplog):
 
 @every_family
 def test_every_family_is_recognised_and_its_presets_grow(name):
-    denoiser = ComfyDenoiser(TINY[name]())
-    assert denoiser.family.name == TINY[name].family
+    denoiser = ComfyDenoiser(FAMILIES[name]())
+    assert denoiser.family.name == FAMILIES[name].family
     chosen = [
         set(select(denoiser.specs, denoiser.family, AdapterConfig(targets=preset)))
         for preset in ("attn", "attn-mlp", "linear", "all")
@@ -160,7 +161,7 @@ def test_the_base_is_byte_identical_after_training(name, trained):
 @every_family
 def test_checkpointing_leaves_the_training_unchanged(name, trained):
     _, denoiser, state, _ = trained(name)
-    again = two_steps(denoiser, TINY[name], "block")
+    again = two_steps(denoiser, FAMILIES[name], "block")
     assert again.losses == state.losses
     assert all(torch.equal(again.weights[key], tensor) for key, tensor in state.weights.items())
 
@@ -168,7 +169,7 @@ def test_checkpointing_leaves_the_training_unchanged(name, trained):
 @every_family
 def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, trained, caplog):
     patcher, denoiser, state, _ = trained(name)
-    batch = TINY[name].batch()
+    batch = FAMILIES[name].batch()
     sigma = torch.tensor([0.4, 0.7], device=denoiser.device)
     x = denoiser.scale_latents(batch.latents).to(denoiser.device)
     with torch.no_grad(), denoiser.hold(torch.float32) as base:
@@ -328,7 +329,7 @@ def test_captions_of_different_lengths_share_a_batch(name):
 def test_latents_enter_the_model_with_the_same_statistics_in_every_bucket_and_batch_size(name):
     """They are scaled by the model's own latent format, once, whatever the shape: TrainLoraNode's buckets
     are not."""
-    denoiser, seen = ComfyDenoiser(TINY[name]()), []
+    denoiser, seen = ComfyDenoiser(FAMILIES[name]()), []
     apply_model = denoiser.model.apply_model
 
     def watch(x, *args, **kwargs):
@@ -337,7 +338,7 @@ def test_latents_enter_the_model_with_the_same_statistics_in_every_bucket_and_ba
 
     sigma, raw = torch.tensor(1e-4), []
     for indices, size in (((0,), (8, 8)), ((0, 1, 2), (8, 16)), ((3, 4), (12, 8))):
-        batch = TINY[name].batch(indices, size)
+        batch = FAMILIES[name].batch(indices, size)
         latents = denoiser.scale_latents(batch.latents)
         raw.append(denoiser.model.latent_format.process_in(batch.latents))
         low = torch.full((len(indices),), float(max(sigma, denoiser.sampling.sigma_min)))
@@ -401,7 +402,7 @@ def pretrain(denoiser, tiny, steps):
     network.to("cpu")
 
 
-@every_family
+@pytest.mark.parametrize("name", TINY)
 def test_four_images_overfit(name, monkeypatch):
     """Issue B: on a base pretrained for 500 steps, fixed noise and levels, 200 steps halve the loss."""
     tiny, denoiser = TINY[name], ComfyDenoiser(TINY[name]())

@@ -141,6 +141,7 @@ _UNET_XL = {
     "adm_in_channels": 2816,
     "num_classes": "sequential",
 }
+_UNET_REFINER = {**_UNET_XL, "adm_in_channels": 2560}
 _UNET_1 = {
     **_UNET,
     "use_linear_in_transformer": False,
@@ -278,7 +279,19 @@ TINY = {
     "hidream": Tiny("HiDream", _HIDREAM, "HiDream", pooled=32, extra=_llama),
     "generic": Tiny("AuraFlow", _AURA, "AuraFlow", channels=4),
 }
-"""Every family; "generic" is one that has no row (AuraFlow)."""
+"""Every kind of network; "generic" is one that has no row (AuraFlow)."""
+
+_KLEIN = {**_FLUX2, "guidance_embed": False}
+SIBLINGS = {
+    "ssd1b": Tiny("SSD1B", _UNET_XL, "SSD-1B", pooled=1280, channels=4),
+    "vega": Tiny("Segmind_Vega", _UNET_XL, "Segmind Vega", pooled=1280, channels=4),
+    "koala700m": Tiny("KOALA_700M", _UNET_XL, "KOALA 700M", pooled=1280, channels=4),
+    "koala1b": Tiny("KOALA_1B", _UNET_XL, "KOALA 1B", pooled=1280, channels=4),
+    "refiner": Tiny("SDXLRefiner", _UNET_REFINER, "SDXL Refiner", pooled=1280, channels=4),
+    "fill": Tiny("FluxInpaint", _flux(in_channels=96), "Flux.1 Fill", pooled=32),
+    "klein": Tiny("Flux2", _KLEIN, "Flux.2 Klein", channels=128),
+}
+"""The rows of families that are one of these networks in other sizes, or with other inputs."""
 
 
 # State dicts for ComfyUI's own detection
