@@ -89,8 +89,8 @@ class LoraSettings(io.ComfyNode):
                     default="",
                     multiline=True,
                     optional=True,
-                    tooltip="A preset in LyCORIS's JSON layout: which layers, and algorithm and rank of "
-                    "each. The patterns above come first.",
+                    tooltip="A preset in LyCORIS's JSON layout: which layers, in place of Build LoRA's "
+                    "targets, and algorithm and rank of each. The patterns above come first.",
                 ),
             ],
             outputs=[Lora.Output("lora_changed", display_name="lora")],

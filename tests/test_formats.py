@@ -310,5 +310,5 @@ def test_a_family_without_diffusers_names_is_refused_by_name():
 
 def test_what_is_no_plain_lora_is_refused_with_the_way_out():
     layers = {"final_layer.linear": {"hada_w1_a": torch.zeros(1), ALPHA: torch.tensor(1.0)}}
-    with pytest.raises(ValueError, match="diffusers knows plain LoRA only.*hada_w1_a; convert it"):
+    with pytest.raises(ValueError, match="diffusers knows plain LoRA only.*hada_w1_a; save it.*Resize LoRA"):
         to_diffusers(layers, FAMILIES["SD3"])

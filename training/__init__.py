@@ -1,1 +1,1 @@
-"""Graft's training engine. Only `training.comfy` imports ComfyUI; everything else is plain PyTorch."""
+"""Graft's training engine. Of it only `training.comfy` imports ComfyUI; `training.headless` starts one."""

@@ -1,6 +1,7 @@
 """What the engine asks of a model: the nouns that travel between data, objective and loop.
 
-ComfyUI implements these protocols in `training/comfy/`; the tests do in `tests/tiny.py`.
+ComfyUI's models are Denoisers and Encoders in `training/comfy/`, encoded pictures a Dataset in
+`training/data/`; the tests have theirs in `tests/tiny.py`.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_one_error_names_every_bad_file_with_its_reason_and_what_to_do(tmp_path)
     lines = str(error.value).splitlines()
     for (name, reason), line in zip(REASONS.items(), lines[1:-1], strict=True):
         assert line.startswith(f"  {name}: ") and reason in line
-    assert "switch on 'skip bad images'" in lines[-1]
+    assert "'skip bad images' in Load Dataset" in lines[-1]
 
 
 def test_nobody_is_told_to_skip_all_that_there_is(tmp_path):

@@ -294,6 +294,6 @@ def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> ValueErro
     shown = [f"  {item.name}: {item.reason}" for item in bad[:100]]
     if len(bad) > len(shown):
         shown.append(f"  ... and {len(bad) - len(shown)} more")
-    advice = "Repair or remove them, or switch on 'skip bad images' in Load Dataset to train without them."
+    advice = "Repair or remove them; of a folder, 'skip bad images' in Load Dataset trains without them."
     advice = advice if others else "There is no other; repair or replace them."
     return ValueError("\n".join([f"{what}: {len(bad)} file(s) cannot be used.", *shown, advice]))

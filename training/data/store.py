@@ -107,7 +107,7 @@ class Store:
         except OSError as error:
             raise ValueError(
                 f"the cache folder {self.folder} cannot be written to ({error.strerror or error}); "
-                "free some space or choose another folder."
+                "free some space, or start ComfyUI with another --output-directory."
             ) from error
 
     def report(self) -> CacheReport:

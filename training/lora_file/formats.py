@@ -56,7 +56,7 @@ def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
         if set(values) - {ALPHA} != {DOWN, UP}:
             raise ValueError(
                 f"{path}: diffusers knows plain LoRA only, and this layer holds {', '.join(sorted(values))}; "
-                "convert it to plain LoRA first, or save it in the ComfyUI format."
+                "save it in the ComfyUI format. Resize LoRA makes plain LoRA of LoHa and LoKr."
             )
         down, up = values[DOWN], values[UP].float()
         up = up * (float(values[ALPHA]) / len(down) if ALPHA in values else 1.0)

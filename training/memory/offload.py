@@ -174,7 +174,8 @@ class PinnedMemory:
             self.is_full = True
             log.warning(
                 "Graft: only %.1f GiB of the base fit into pinned host memory (%s); copying the rest holds "
-                "every step up. Set base to 'fp8' in Memory Settings to copy half as much, or none.",
+                "every step up. Set base to 'fp8' in Memory Settings, which copies nothing, or use a file in "
+                "fp8, which copies half.",
                 *(self.taken / 2**30, error),
             )
         return not self.is_full

@@ -147,9 +147,9 @@ def fitting(
         log.warning("Graft: the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
         return plans
     log.warning(
-        "Graft: no plan fits into %s; trying the one that takes least, %s (%s). Set base to 'fp8' or "
-        "'nf4' in Memory Settings to take less.",
-        *(gib(budget), plans[-1], gib(found.peak)),
+        "Graft: no plan fits into %s%s; trying the one that takes least, %s (%s). Set base to 'auto', 'fp8' "
+        "or 'nf4' in Memory Settings to take less.",
+        *(gib(budget), " (budget gb)" if config.memory.budget_gb else "", plans[-1], gib(found.peak)),
     )
     return with_host_room(plans[-1:], found.step)
 

@@ -60,7 +60,7 @@ def build_optimizer(
     if row.finds_rate and len(set(scales.values())) > 1:
         raise ValueError(
             f"optimizer {config.name!r} finds one learning rate for everything: switch off LoRA+ and "
-            "learning rates by pattern, or choose another optimizer."
+            "learning rates by pattern, set text encoder in Build LoRA to 0 or 1, or take another optimizer."
         )
     groups = []
     for scale in dict.fromkeys(scales.values()):

@@ -167,9 +167,10 @@ def _spelled(name: str, layer: LoraLayer, layout: str) -> dict[str, Tensor]:
             up = up if layer.scale == 1 else (up.float() * layer.scale).to(up.dtype)
         tensors = {"lora_A.weight": down, "lora_B.weight": up, **tensors}
     elif layout != "native":
+        instead = "" if layer.algorithm == "dora" else ", or make a LoRA of it with resize"
         raise ValueError(
             f"{layer.name}: {layout} has no place for {layer.algorithm} in this form; keep kohya or "
-            "native, or make a LoRA of it with resize."
+            f"native{instead}."
         )
     return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
