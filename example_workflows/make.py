@@ -110,8 +110,8 @@ FLUX_12GB = """\
 **Memory Settings**: the base in 4 bits (nf4) while training. This rounding never leaves the run: the LoRA \
 is for the base as it is. It needs bitsandbytes: `python -m pip install bitsandbytes` with ComfyUI's own \
 Python (portable: `python_embeded\\python.exe -m pip install bitsandbytes`), then a restart. With 24 GB \
-set *budget gb* to 0 and choose *fp8*, or *auto*: it rounds nothing and copies the base from host memory in \
-every step, of which it takes 24 GB more.
+choose *fp8*, or *auto*: it rounds nothing and copies the base from host memory in every \
+step, of which it takes 24 GB more.
 
 1. 10 to 30 pictures in `input/my_subject`, with captions. *trigger*: a rare word and what it is, *ohwx mug*.
 2. **Load Base Model**: flux1-dev, CLIP-L, T5 (fp8 or fp16) and the VAE. One file with everything in it, as \
