@@ -82,6 +82,9 @@ class TrainingJob(io.ComfyNode):
             lora = _value(LoraSettings, job, "lora_settings", lora=lora)
         draws = clip is not None and vae is not None and bool(job.nodes("GraftSamplePrompts"))
         text = [data.summary(dataset), f"base: {_inputs(job, 'base')['model']}, in Load Base Model"]
+        if assistant := job.nodes(NODES["assistant"].kind):
+            name = assistant[0]["inputs"]["lora_name"]
+            text.append(f"assistant LoRA: {name}, with Load LoRA onto the MODEL of Train Steps")
         if job.nodes("GraftSamplePrompts") and not draws:
             text.append("connect CLIP and VAE to draw the samples")
         return io.NodeOutput(

@@ -133,6 +133,7 @@ HONOURED = {
     "model.block_compile": (True, {}),
     "model.compile": (True, {"memory.compile": True}),
     "model.low_vram": (True, {"memory.base": "offload"}),
+    "model.assistant_lora_path": ("turbo.safetensors", {"assistant.lora_name": "turbo.safetensors"}),
     "model.vae_path": ("ae.safetensors", {"base.vae": "ae.safetensors"}),
     **{
         f"model.{key}": ("clip.safetensors", {"base.text_encoder_1": "clip.safetensors"})
@@ -201,7 +202,6 @@ REFUSED = {
     "model.quantize_te": True,
     "model.layer_offloading_transformer_percent": 0.5,
     "model.model_kwargs": {"match_target_res": True},
-    "model.assistant_lora_path": "x",
     "model.unconditional_lora_path": "x",
     "tread.enabled": True,
     "tread.mask": {"type": "random"},

@@ -82,6 +82,26 @@ def test_a_job_with_every_kind_of_node_runs(execute, base):
     assert list((base / "output" / "graft").glob("job-*/samples/*.png"))
 
 
+def test_an_assistant_lora_is_on_the_model_while_training(execute, base):
+    def first_loss(**model):
+        model = {"name_or_path": "graft_tiny_sd3.safetensors", **model}
+        train = {"steps": 1, "optimizer": "adamw", "lr": 1e-2}
+        job = compile_job(small(base / "input" / "job images", model=model, train=train), base / "elsewhere")
+        for node in job.nodes("GraftLoadDataset"):
+            node["inputs"]["folder"] = "job images"
+        execute(job.prompt)
+        logs = (base / "output" / "graft").glob("job-*/log.jsonl")
+        newest = max(logs, key=lambda file: file.stat().st_mtime)
+        return json.loads(newest.read_text().splitlines()[0])["loss"]
+
+    alone = first_loss()
+    saved = base / "output" / "loras" / "job.safetensors"
+    loras = base / "models" / "loras"
+    loras.mkdir(parents=True, exist_ok=True)
+    assistant = saved.rename(loras / "assistant.safetensors")
+    assert first_loss(assistant_lora_path=assistant.name) != alone
+
+
 def test_a_job_file_stays_out_of_the_lora_with_the_workflow(execute, base):
     values = {"train": {"steps": 1, "optimizer": "adamw"}, "save": {"save_workflow": False}}
     job = compile_job(small(base / "input" / "job images", **values), base / "elsewhere")

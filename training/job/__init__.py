@@ -88,6 +88,10 @@ def compile_job(document: Mapping[str, Any], folder: Path) -> Job:
         _require(settings, "base.model", "model.name_or_path", "the base model's file", refusals)
         inputs = _by_node(derive(settings, refusals))
         _place_models(inputs.get("base", {}), places, refusals)
+        if assistant := inputs.get("assistant"):
+            with _noted(refusals):
+                name, key = assistant["lora_name"], "model.assistant_lora_path"
+                assistant["lora_name"] = places.file(name, key, ("loras",))
         for i, entry in enumerate(sets):
             folder_key = f"datasets[{i}].folder_path"
             if not _require(entry, "dataset.folder", folder_key, "the folder of the images", refusals):

@@ -53,8 +53,9 @@ def graph_of(
         if name in inputs:
             links = {"clip": [base, 1], "vae": [base, 2]} if name == "sample" else {}
             wires[slot] = [build.add(name, inputs, **links), 0]
+    model = build.add("assistant", inputs, model=[base, 0]) if "assistant" in inputs else base
     train = build.add(
-        "train", inputs, model=[base, 0], dataset=[encoded, 0], start=[lora, 0], clip=[base, 1], **wires
+        "train", inputs, model=[model, 0], dataset=[encoded, 0], start=[lora, 0], clip=[base, 1], **wires
     )
     build.add("save", inputs, state=[train, 2])
     return build.prompt
@@ -125,6 +126,7 @@ NODES: Mapping[str, Node] = {
             "dtype": "auto",
         },
     ),
+    "assistant": Node("LoraLoaderModelOnly", "Load LoRA", {"lora_name": "", "strength_model": 1.0}),
     "dataset_settings": Node(
         "GraftDatasetSettings",
         "Dataset Settings",

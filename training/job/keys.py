@@ -236,7 +236,6 @@ PRESERVATION = "list images of the class in general as a dataset with is_reg: tr
 ONE_SCALE = "all images train the LoRA at its full strength"
 NO_PAIRS = "images are not trained in pairs, with a control or a source image"
 NO_VIDEO = "images are trained, not videos or sound"
-ASSISTANT = "load such a LoRA onto the MODEL with Load LoRA, before Train Steps, in the editor"
 TREAD = "token routing changes the network that is trained"
 
 ROOT_KEYS: Mapping[str, Read] = {
@@ -371,8 +370,8 @@ KEYS: Mapping[str, Read] = {
     "model.compile": to("memory.compile", flag),
     "model.block_compile": unused,
     "model.model_kwargs": refused("these are settings of ai-toolkit's own model classes"),
-    "model.assistant_lora_path": refused(ASSISTANT),
-    "model.unconditional_lora_path": refused(ASSISTANT),
+    "model.assistant_lora_path": to("assistant.lora_name", text),
+    "model.unconditional_lora_path": refused("a LoRA for unconditional predictions was not tried"),
     "model.vae_path": to("base.vae", text),
     **{f"model.{key}": to(f"base.{key}", text) for key in TEXT_ENCODERS},
     "sample.sampler": to("sample.sampler", one_of(SAMPLER_NAMES)),
