@@ -11,6 +11,7 @@ import torch
 from graft.training import loop, objective, rng
 from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
+from graft.training.model import NO_ROOM
 from graft.training.run import Run, execute, handed_on, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
@@ -56,7 +57,7 @@ def test_where_the_base_does_not_fit_it_is_measured_offloaded(monkeypatch):
     denoiser, held = TinyDenoiser(), []
     hold = denoiser.hold
 
-    def small(dtype, store="resident", host_room=0):
+    def small(dtype, store="resident", room=NO_ROOM):
         held.append(store)
         if store == "resident":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")

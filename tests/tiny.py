@@ -16,7 +16,7 @@ from graft.training.family import Family
 from graft.training.layer import FrozenLayer, LayerSpec
 from graft.training.memory.quantize import plain
 from graft.training.memory.store import Store
-from graft.training.model import Batch, HeldBase
+from graft.training.model import NO_ROOM, Batch, HeldBase, Room
 
 FAMILY = Family(
     name="tiny",
@@ -100,9 +100,9 @@ class TinyDenoiser:
         return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}
 
     @contextmanager
-    def hold(self, dtype: torch.dtype, store: str = "resident", host_room: int = 0) -> Iterator[HeldBase]:
+    def hold(self, dtype: torch.dtype, store: str = "resident", room: Room = NO_ROOM) -> Iterator[HeldBase]:
         modules = dict(self.module.named_modules())
-        kept = Store(store, FAMILY.blocks, dtype, self.device, host_room=host_room)
+        kept = Store(store, FAMILY.blocks, dtype, self.device, room=room)
         fetch = {name: self._fetch(name, spec, modules[name], kept) for name, spec in self.specs.items()}
         layers = {n: FrozenLayer(n, spec, modules[n], *fetch[n]) for n, spec in self.specs.items()}
         for layer in layers.values():

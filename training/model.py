@@ -93,6 +93,20 @@ class HeldBase:
     """By module path; every one computes through its accessor."""
 
 
+@dataclass(frozen=True)
+class Room:
+    """What an offloaded base leaves of host memory, and takes of the device."""
+
+    host: int = 0
+    """Bytes of host memory to leave, on top of what the system needs."""
+    on_device: frozenset[str] = frozenset()
+    """Paths of the repeated blocks that stay on the device all the same."""
+
+
+NO_ROOM = Room()
+"""The system's own reserve is left, and every block is moved."""
+
+
 class Denoiser(Protocol):
     """A frozen base model, ready to be trained on."""
 
@@ -116,11 +130,11 @@ class Denoiser(Protocol):
         ...
 
     def hold(
-        self, dtype: torch.dtype, store: str = "resident", host_room: int = 0
+        self, dtype: torch.dtype, store: str = "resident", room: Room = NO_ROOM
     ) -> AbstractContextManager[HeldBase]:
         """Own the weights during the context: computing in `dtype`, restored exactly on every exit.
 
-        `store` is one of `memory.store.STORES`, and leaves `host_room` bytes of host memory to others.
+        `store` is one of `memory.store.STORES`; `room` is for "offload".
         """
         ...
 

@@ -18,6 +18,7 @@ from graft.training.memory.placement import is_out_of_memory
 from graft.training.memory.plan import candidates
 from graft.training.memory.store import STORES, UNPLACED
 from graft.training.memory.usage import limited_to
+from graft.training.model import NO_ROOM
 from graft.training.run import run_key
 
 
@@ -41,7 +42,7 @@ class Small(TinyDenoiser):
         super().__init__()
         self.fails, self.calls, self.stores = fails, 0, []
 
-    def hold(self, dtype, store="resident", host_room=0):
+    def hold(self, dtype, store="resident", room=NO_ROOM):
         if store == UNPLACED:
             return super().hold(dtype, store)
         if self.fails(store, None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from graft.tests.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
 from graft.training.loop import initial_state, train
 from graft.training.memory.checkpointing import MODES
+from graft.training.memory.forecast import Forecast
 from graft.training.memory.live import LiveTensors
 from graft.training.memory.placement import Placement
 from graft.training.memory.plan import (
     GIB,
     RESERVE,
+    UNFILLED,
     Plan,
+    Prediction,
     adapter_bytes,
     budget_of,
     candidates,
@@ -29,6 +33,7 @@ from graft.training.memory.plan import (
     table,
 )
 from graft.training.memory.store import STORES
+from graft.training.model import NO_ROOM, Room
 from graft.training.work import Work
 
 
@@ -68,12 +73,58 @@ def test_where_nothing_fits_the_smallest_is_tried_and_the_user_told(caplog):
     assert "no plan fits into 0.0 MiB" in caplog.text and "'fp8' or 'nf4'" in caplog.text
 
 
+def offloading(blocks):
+    """A run on an offloaded base, with memory for that and so many of its blocks."""
+    config = with_memory(base="offload")
+    found = predictions(TinyDenoiser(), config)[0]
+    budget = (found.peak + blocks * max(found.blocks.values())) / (1 - UNFILLED) + 1
+    return with_memory(base="offload", budget_gb=budget / GIB)
+
+
+def test_blocks_of_an_offloaded_base_stay_where_there_is_room_for_them():
+    step = Forecast(kept=0, peak=0, flops=0)
+    found = Prediction(
+        Plan("offload", "block"), 100, 0, step, blocks={str(i): 10 for i in range(10)}, passes=3
+    )
+    there = sorted(map(int, found.on_device(int(145 / (1 - UNFILLED)))))
+    assert len(there) == 4 and max(b - a for a, b in pairwise(there)) <= 3
+    assert found.on_device(None) == found.on_device(100) == frozenset()
+    assert found.on_device(10_000) == found.blocks.keys()
+    assert found.seconds(1, 1, int(145 / (1 - UNFILLED))) == 3 * 60 and found.seconds(1, 1) == 3 * 100
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_run_keeps_as_many_blocks_on_the_device_as_fit(count, caplog):
+    caplog.set_level("INFO")
+    config = offloading(count)
+    first, *rest = chosen(TinyDenoiser(), budget_of(TinyDenoiser(), config.memory), config)
+    assert len(first.room.on_device) == count and not any(plan.room.on_device for plan in rest)
+    assert (first in rest) == (count > 0), "without them it is tried again"
+    state = train(TinyDenoiser(), Sized(), config, None, steps=2)
+    expected = train(TinyDenoiser(), Sized(), CONFIG, None, steps=2)
+    assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
+    assert (f"{count} of 2 blocks stay on the device" in caplog.text) == (count > 0)
+
+
+def test_where_blocks_on_the_device_do_not_fit_all_the_same_the_run_goes_on_without(caplog):
+    class Full(TinyDenoiser):
+        def hold(self, dtype, store="resident", room=NO_ROOM):
+            if room.on_device:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().hold(dtype, store, room)
+
+    state = train(Full(), Sized(), offloading(1), None, steps=2)
+    expected = train(TinyDenoiser(), Sized(), CONFIG, None, steps=2)
+    assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
+    assert "memory ran out with base offload but for 1 blocks, checkpointing none" in caplog.text
+
+
 def test_what_is_free_is_asked_when_everything_else_is_unloaded(monkeypatch):
     denoiser, held = TinyDenoiser(), []
     hold = denoiser.hold
 
     @contextmanager
-    def unloading(dtype, store, host_room=0):
+    def unloading(dtype, store, room=NO_ROOM):
         with hold(dtype, store) as base:
             held.append(store)
             yield base
@@ -94,15 +145,15 @@ def test_host_memory_is_left_for_block_inputs(monkeypatch):
     monkeypatch.setattr("graft.training.memory.offload.SMALLEST_INPUT", 1)
     denoiser, rooms = TinyDenoiser(), []
     hold = denoiser.hold
-    denoiser.hold = lambda dtype, store, room=0: rooms.append((store, room)) or hold(dtype, store, room)
+    denoiser.hold = lambda dtype, store, room=NO_ROOM: rooms.append((store, room)) or hold(dtype, store, room)
     fixed = with_memory(base="offload", checkpointing="block-offload")
     inputs = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("resident", "none")).step.host
     for config in (CONFIG, fixed):
         (plan,) = chosen(denoiser, 1000, config)
-        assert plan.host_room == inputs > 0
+        assert plan.room.host == inputs > 0
         rooms.clear()
         with Placement(denoiser, {}, [plan], torch.float32):
-            assert rooms == [("offload", inputs)]
+            assert rooms == [("offload", Room(inputs))]
 
 
 def test_what_waits_in_host_memory_is_told(monkeypatch):
@@ -135,7 +186,7 @@ def test_every_plan_is_predicted(base):
     found = predictions(TinyDenoiser(), config)
     assert [p.plan.checkpointing for p in found] == list(MODES)
     assert found[0].peak > found[1].peak > found[2].peak >= found[3].peak
-    assert all((p.moved > 0) == (base == "offload") for p in found)
+    assert all(bool(p.blocks) == (base == "offload") for p in found)
 
 
 def test_the_table_says_what_fits_and_how_long_it_takes():
@@ -214,7 +265,7 @@ class Card(TinyDenoiser):
         self.left, self.stores = left, []
 
     @contextmanager
-    def hold(self, dtype, store, host_room=0):
+    def hold(self, dtype, store, room=NO_ROOM):
         self.stores.append(store)
         self.live.limit = self.left if store == "resident" else None
         try:

@@ -20,6 +20,7 @@ from graft.training.memory.live import LiveTensors
 from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, inputs_on_host
 from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
 from graft.training.memory.store import STORES, Store, bytes_of
+from graft.training.model import Room
 
 CPU = torch.device("cpu")
 ERRORS = {"fp8": 0.03, "int8": 0.012, "nf4": 0.10}
@@ -250,6 +251,18 @@ class OnDevice:
         self.device.free.append(self.place)
 
 
+def test_blocks_that_stay_on_the_device_are_not_copied(monkeypatch):
+    monkeypatch.setattr("graft.training.memory.store.has_streams", lambda device: True)
+    monkeypatch.setattr("graft.training.memory.store.StreamCopier", lambda device: Logging())
+    monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
+    room = Room(on_device=frozenset({"blocks.1"}))
+    kept = Store("offload", ("blocks.*",), torch.float32, CPU, room=room)
+    spec = LayerSpec("linear", tuple(weight().shape))
+    fetch = {path: kept.fetch_of(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
+    assert [path for path, _ in kept.ring.host] == ["blocks.0.mlp"] and kept.pinned.taken == weight().nbytes
+    assert torch.equal(fetch["blocks.1.mlp"](torch.float32, CPU), weight())
+
+
 @dataclass
 class OnHost:
     device: LazyDevice
@@ -302,7 +315,7 @@ def test_pinned_memory_is_shared_in_pieces_and_given_back(monkeypatch):
 def test_host_memory_is_left_for_others(monkeypatch, room, pinned):
     monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
     monkeypatch.setattr(offload, "free_bytes", lambda device: offload.HOST_RESERVE + offload.PIECE)
-    memory = Store("offload", (), torch.float32, CPU, host_room=room).pinned
+    memory = Store("offload", (), torch.float32, CPU, room=Room(room)).pinned
     assert (memory.take(weight()).storage_offset() == 0) and (memory.taken > 0) == pinned
 
 

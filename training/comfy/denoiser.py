@@ -19,7 +19,7 @@ from ..config import digest
 from ..family import Family, family_of
 from ..layer import LayerSpec
 from ..memory.store import Store
-from ..model import Batch, Conditioning, HeldBase, Sampling
+from ..model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
 from . import weights
 from .at_rest import unload
 from .differentiable import differentiable
@@ -81,7 +81,7 @@ class ComfyDenoiser:
         return (self.patcher, self.text.clip.patcher) if self.text else (self.patcher,)
 
     @contextmanager
-    def hold(self, dtype: torch.dtype, store: str = "resident", host_room: int = 0) -> Iterator[HeldBase]:
+    def hold(self, dtype: torch.dtype, store: str = "resident", room: Room = NO_ROOM) -> Iterator[HeldBase]:
         """Own the weights, with the MODEL's own patches applied; see `weights.held` and `memory.store`.
 
         Everything ComfyUI has on the device is unloaded first.
@@ -93,7 +93,7 @@ class ComfyDenoiser:
             for name, value in {**objects, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
-                kept = Store(store, self.family.blocks, dtype, self.device, host_room=host_room)
+                kept = Store(store, self.family.blocks, dtype, self.device, room=room)
                 stack.callback(kept.release)
                 base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
                 stack.enter_context(differentiable(self.network))

@@ -129,7 +129,7 @@ class Placement:
         with ExitStack() as held:
             most = self.most if len(self.plans) > 1 else None
             held.enter_context(limited_to(most, self.denoiser.device))
-            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, self.plan.host_room))
+            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, self.plan.room))
             held.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
             if self.compile:

@@ -18,13 +18,13 @@ import torch
 from ..adapters import build_adapters
 from ..config import MemoryConfig, TrainConfig
 from ..layer import LayerSpec
-from ..model import Batch, Denoiser
+from ..model import NO_ROOM, Batch, Denoiser, Room
 from ..optimizer import row_of
 from .checkpointing import MODES
 from .forecast import Forecast, forecast
 from .in_place import is_changed_in_place
 from .precision import compute_dtype
-from .store import STORES, UNPLACED, bytes_of, is_rounded
+from .store import STORES, UNPLACED, block_bytes, bytes_of, is_rounded
 from .usage import free_bytes
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,9 @@ GIB = 1 << 30
 
 RESERVE = 0.04
 """Share of the memory left for what no tensor accounts for: the allocator's gaps, kernels' work space."""
+
+UNFILLED = 0.1
+"""Share of the memory that blocks of an offloaded base are kept out of."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class Plan:
     """One of STORES."""
     checkpointing: str
     """One of checkpointing.MODES."""
-    host_room: int = field(default=0, compare=False)
-    """Bytes of host memory that are left for block inputs, whatever of the base is to be there."""
+    room: Room = field(default=NO_ROOM, compare=False)
 
     def __str__(self) -> str:
-        return f"base {self.base}, checkpointing {self.checkpointing}"
+        there = f" but for {len(self.room.on_device)} blocks" if self.room.on_device else ""
+        return f"base {self.base}{there}, checkpointing {self.checkpointing}"
 
     @property
     def short(self) -> str:
@@ -68,8 +71,10 @@ class Prediction:
     """Gradients and temporary tensors while the optimizer moves the weights, after both passes."""
     host: int = 0
     """Of host memory: the base's weights, block inputs."""
-    moved: int = 0
-    """Copied from host memory to the device in a step."""
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Block -> bytes that are copied from host memory in each pass."""
+    passes: int = 0
+    """Through the blocks in a step, forward and backward."""
     correction: float = 1.0
     """What a measured step took, divided by its forecast."""
 
@@ -81,9 +86,25 @@ class Prediction:
     def step_peak(self) -> int:
         return max(int(self.step.peak * self.correction), self.optimizing)
 
-    def seconds(self, flops: float, bandwidth: float) -> float:
+    def seconds(self, flops: float, bandwidth: float, budget: int | None = None) -> float:
         """Return a step's time on a device of so many operations and bytes a second; copies run beside."""
-        return max(self.step.flops / flops, self.moved / bandwidth)
+        there = self.on_device(budget)
+        moved = self.passes * sum(size for block, size in self.blocks.items() if block not in there)
+        return max(self.step.flops / flops, moved / bandwidth)
+
+    def on_device(self, budget: int | None) -> frozenset[str]:
+        """Return the blocks of an offloaded base that `budget` has room for.
+
+        They are spread evenly: while one is computed with, the next of the others is copied.
+        """
+        spare = 0 if budget is None else budget * (1 - UNFILLED) - self.peak
+        names = list(self.blocks)
+        for count in range(len(names), 0, -1):
+            reached = [i * count // len(names) for i in range(len(names) + 1)]
+            chosen = [name for i, name in enumerate(names) if reached[i + 1] > reached[i]]
+            if sum(self.blocks[name] for name in chosen) <= spare:
+                return frozenset(chosen)
+        return frozenset()
 
 
 def candidates(config: MemoryConfig) -> Sequence[Plan]:
@@ -126,9 +147,11 @@ def fitting(
 
     `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them, and so
     does no budget. `predict` is a `predictor` of the same, if the caller has one: nothing is forecast twice.
+    An offloaded base has as many blocks on the device as there is room for, at first: when memory runs out
+    all the same, the plan is tried again without.
     """
     plans = candidates(config.memory)
-    is_open = len(plans) > 1 or plans[0] == Plan("offload", "block-offload")
+    is_open = len(plans) > 1 or plans[0].base == "offload"
     if (
         batch is None
         or budget is None
@@ -142,7 +165,8 @@ def fitting(
             found = predict(plan)
             if found.peak <= budget * (1 - RESERVE):
                 log.info("Graft: %s takes %s of %s.", plan, gib(found.peak), gib(budget))
-                return with_host_room(plans[index:], found.step)
+                left = with_host_room(plans[index:], found.step)
+                return [*filled(left[0], found, budget), *left]
     except (RuntimeError, NotImplementedError) as error:
         log.warning("Graft: the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
         return plans
@@ -157,7 +181,16 @@ def fitting(
 def with_host_room(plans: Sequence[Plan], step: Forecast) -> Sequence[Plan]:
     """Return the plans with what block inputs take of host memory, as a forecast of any mode says it."""
     moves = "block-offload"
-    return [replace(p, host_room=step.host) if p.checkpointing == moves else p for p in plans]
+    return [replace(p, room=Room(step.host)) if p.checkpointing == moves else p for p in plans]
+
+
+def filled(plan: Plan, found: Prediction, budget: int) -> Sequence[Plan]:
+    """Return the plan with the blocks on the device that there is room for; none where there is no room."""
+    there = found.on_device(budget)
+    if not there:
+        return []
+    log.info("Graft: %d of %d blocks stay on the device.", len(there), len(found.blocks))
+    return [replace(plan, room=replace(plan.room, on_device=there))]
 
 
 def predictor(
@@ -186,19 +219,18 @@ def predictor(
         weights = bytes_of(denoiser.specs, blocks, plan.base, dtype) + whole_again(
             denoiser.specs, plan, dtype
         )
-        everything = bytes_of(denoiser.specs, blocks, "resident", dtype)
         moves = plan.checkpointing == "block-offload"
         foreseen = step("block").inputs_moved() if moves else step(plan.checkpointing)
-        passes = 2 if plan.checkpointing in ("none", "selective") else 3
-        offloaded = everything if plan.base == "offload" else 0
+        offloaded = block_bytes(denoiser.specs, blocks, dtype) if plan.base == "offload" else {}
         return Prediction(
             plan,
             weights=weights + foreseen.loose,
             adapters=kept,
             step=foreseen,
             optimizing=optimizing,
-            host=offloaded + (foreseen.host if moves else 0),
-            moved=passes * offloaded,
+            host=sum(offloaded.values()) + (foreseen.host if moves else 0),
+            blocks=offloaded,
+            passes=2 if plan.checkpointing in ("none", "selective") else 3,
         )
 
     return predict
@@ -258,14 +290,16 @@ def table(
     """Return the plans as text, one a line: what each takes of the device and of host memory, how long a
     step lasts, whether it fits the device.
 
-    Without the device's `flops` a second, times are multiples of the fastest plan's.
+    Without the device's `flops` a second, times are multiples of the fastest plan's. Of an offloaded base
+    sizes are the least that it takes, and times those with the device filled.
     """
     rows: list[tuple[str, ...]] = [
         ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
     ]
     fastest = min(p.step.flops for p in predictions) or 1
     for p in predictions:
-        time = f"x {p.step.flops / fastest:.2f}" if flops is None else f"{p.seconds(flops, bandwidth):.3g} s"
+        relative = f"x {p.step.flops / fastest:.2f}"
+        time = relative if flops is None else f"{p.seconds(flops, bandwidth, budget):.3g} s"
         fits = "" if budget is None else "fits" if p.peak <= budget * (1 - RESERVE) else "too large"
         sizes = (gib(size) if size else "-" for size in (p.weights, p.adapters, p.step_peak, p.peak, p.host))
         rows.append((p.plan.base, p.plan.checkpointing, *sizes, time, fits))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..family import block_of
 from ..layer import Fetch, LayerSpec
+from ..model import NO_ROOM, Room
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Packed, pack, plain
 
@@ -35,8 +36,7 @@ class Store:
     dtype: torch.dtype
     device: torch.device
     ring: Ring | None = None
-    host_room: int = 0
-    """Bytes of host memory to leave, on top of what the system needs."""
+    room: Room = NO_ROOM
     pinned: PinnedMemory = field(init=False)
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights in host memory."""
@@ -44,7 +44,7 @@ class Store:
     def __post_init__(self) -> None:
         if self.name not in (*STORES, UNPLACED):
             raise ValueError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
-        self.pinned = PinnedMemory(self.host_room)
+        self.pinned = PinnedMemory(self.room.host)
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)
 
@@ -62,7 +62,7 @@ class Store:
         if block is not None and is_rounded(spec, self.name):
             whole = moved(weight, self.device).weight(torch.float32)
             return _fetch(pack(whole, self.name, self.dtype))
-        if self.name == "offload" and block is not None:
+        if self.name == "offload" and block is not None and block not in self.room.on_device:
             return self._offloaded(path, block, weight)
         return _fetch(self._placed(weight))
 
@@ -114,14 +114,27 @@ def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str
     """
     bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13}
     total = 0.0
-    largest: dict[str, float] = {}
+    for path, spec in specs.items():
+        is_rounded_here = is_rounded(spec, store) and block_of(path, blocks) is not None
+        total += spec.numel * bits[store] / 8 if is_rounded_here else own_bytes(spec, dtype)
+    if store == "offload":
+        sizes = block_bytes(specs, blocks, dtype).values()
+        total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the one on its way
+    return int(total)
+
+
+def block_bytes(
+    specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], dtype: torch.dtype
+) -> dict[str, int]:
+    """Return repeated block -> bytes of its layers' weights, in the network's order."""
+    sizes: dict[str, int] = {}
     for path, spec in specs.items():
         block = block_of(path, blocks)
-        own = spec.numel * dtype.itemsize if spec.packed is None else spec.packed
-        if block is not None and store == "offload":
-            largest[block] = largest.get(block, 0.0) + own
-        elif block is not None and is_rounded(spec, store):
-            total += spec.numel * bits[store] / 8
-        else:
-            total += own
-    return int(total + 2 * max(largest.values(), default=0.0))  # the block in use and the one on its way
+        if block is not None:
+            sizes[block] = sizes.get(block, 0) + own_bytes(spec, dtype)
+    return sizes
+
+
+def own_bytes(spec: LayerSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of a layer's weight: as the file packed it, else in the compute dtype."""
+    return spec.numel * dtype.itemsize if spec.packed is None else spec.packed
