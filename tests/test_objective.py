@@ -239,6 +239,13 @@ def test_debiased_is_one_over_the_root_of_snr_on_the_noise():
     torch.testing.assert_close(found, torch.tensor([0.1, 1.0, 10.0]))
 
 
+def test_no_end_of_the_schedule_outweighs_the_rest():
+    at = level(Eps(), 1e-3, 1e3)  # SNR 1e6 and 1e-6
+    torch.testing.assert_close(total("debiased", "x0", at), torch.tensor([1e3, 1e-3]).sqrt())
+    found = WEIGHTINGS["sigma-sqrt"](level(Flow(), 1e-3), None, CONFIG).flatten()
+    torch.testing.assert_close(found, torch.tensor([1e4]))
+
+
 @pytest.mark.parametrize("name", ["min-snr", "debiased"])
 @pytest.mark.parametrize("sampling", [Flow(), Eps(), V()])
 def test_snr_weights_mean_the_same_in_every_space(name, sampling):
@@ -321,6 +328,15 @@ def test_weights_multiply_each_samples_loss():
     torch.testing.assert_close(found, (each * sigma**2).mean())
 
 
+def test_an_image_of_half_the_weight_counts_half_in_the_mean():
+    batch = TinyDataset().batch(4, seed=0, index=0)
+    noise = torch.randn(batch.latents.shape, generator=generator())
+    each = (0.25 - (noise - batch.latents)).square().mean((1, 2, 3))
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    found = at_half(denoiser=Constant(), batch=dataclasses.replace(batch, weights=weights))
+    torch.testing.assert_close(found, (each * weights).mean())
+
+
 def test_masked_loss_is_renormalised_and_leaves_out_what_is_masked():
     batch = TinyDataset().batch(4, seed=0, index=0)
     masks = torch.zeros(4, 1, 8, 8)
@@ -330,6 +346,15 @@ def test_masked_loss_is_renormalised_and_leaves_out_what_is_masked():
     error = (0.25 - (noise - batch.latents))[..., :4].square()
     expected = (error[0, ..., :1].mean() + 3 * error[1:].mean()) / 4  # every image counts the same
     found = at_half(denoiser=Constant(), batch=dataclasses.replace(batch, masks=masks))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_weighs_every_frame_of_a_video_alike():
+    x0, noise = torch.randn(2, 1, 4, 3, 8, 6, generator=generator())
+    masks = torch.rand(1, 1, 8, 6, generator=generator("mask"))
+    batch = Batch(x0, [{}], masks=masks)
+    found = loss_at(Constant(), batch, x0, torch.tensor([0.5]), noise)
+    expected = ((0.25 - (noise - x0)).square() * masks[:, :, None] / masks.mean()).mean()
     torch.testing.assert_close(found, expected)
 
 
@@ -372,6 +397,18 @@ def test_pyramid_noise_keeps_its_variance_and_gains_low_frequencies():
     assert low(found) > 1.5 * low(noise)
 
 
+def test_each_layer_of_pyramid_noise_is_coarser_and_counts_by_the_discount_once_more():
+    noise, draws = torch.randn(2, 4, 24, 16, generator=generator()), generator("pyramid")
+    layers, side = [noise], 1.0
+    while side < 16:
+        side *= 2 + 2 * torch.rand((), generator=draws).item()
+        coarse = torch.randn(2, 4, max(1, round(24 / side)), max(1, round(16 / side)), generator=draws)
+        layers.append(torch.nn.functional.interpolate(coarse, size=(24, 16), mode="bilinear"))
+    total = sum(0.6**i * layer for i, layer in enumerate(layers))
+    expected = total / total.std((1, 2, 3), keepdim=True)
+    torch.testing.assert_close(pyramid_noise(noise, 0.6, generator=generator("pyramid")), expected)
+
+
 def test_pyramid_noise_works_on_video_latents():
     noise = torch.randn(2, 4, 3, 8, 6, generator=generator())
     assert pyramid_noise(noise, 0.3, generator=generator("pyramid")).shape == noise.shape
@@ -405,6 +442,42 @@ def test_every_objective_gives_a_finite_repeatable_loss(settings):
     with torch.no_grad(), denoiser.hold(torch.float32):
         one, two = (loss(denoiser, batch, config, seed=0, index=5)[0] for _ in range(2))
     assert torch.isfinite(one) and torch.equal(one, two)
+
+
+NEEDED = {
+    "mode_scale": {"sigmas": "mode"},
+    "huber_delta": {"loss": "huber"},
+    "min_snr_gamma": {"weighting": "min-snr"},
+}
+"""Setting -> the choice that it belongs to."""
+
+CHANGED = {
+    "sigmas": "uniform",
+    "resolution_shift": "sd3",
+    "mode_scale": 0.5,
+    "min_noise": 0.3,
+    "max_noise": 0.7,
+    "stratified": False,
+    "loss": "l1",
+    "space": "x0",
+    "weighting": "cosmap",
+    "min_snr_gamma": 0.1,
+}
+"""Setting -> another value than its default; for the others twice it, or 0.5 for 0."""
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ObjectiveConfig), ids=lambda field: field.name)
+def test_every_setting_reaches_the_loss(field):
+    if field.name == "guidance":
+        return  # an input of the network, which the tiny one lacks
+    batch, needed = TinyDataset().batch(2, seed=0, index=0), NEEDED.get(field.name, {})
+    value = CHANGED[field.name] if field.name in CHANGED else 2 * field.default or 0.5
+    losses = set()
+    for settings in (needed, {**needed, field.name: value}):
+        denoiser = TinyDenoiser()
+        with torch.no_grad(), denoiser.hold(torch.float32):
+            losses.add(loss(denoiser, batch, ObjectiveConfig(**settings), seed=0, index=5)[0].item())
+    assert len(losses) == 2
 
 
 @pytest.mark.parametrize("setting", ["loss", "space", "weighting"])
