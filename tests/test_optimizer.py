@@ -197,6 +197,21 @@ def test_lion_follows_its_paper():
     assert p.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_stable_adamw_follows_its_paper():
+    p, eps = nn.Parameter(torch.tensor([1.0, -2.0])), 0.01
+    config = OptimizerConfig("stable-adamw", lr=0.1, betas=(0.9, 0.99), eps=eps, weight_decay=0.5)
+    optimizer = build_optimizer({"p": p}, config)
+    expected, m, v = p.detach().clone(), 0.0, 0.0
+    for t, gradient in enumerate(([0.5, -0.003], [-0.4, 1.0], [3.0, 0.2], [0.01, 0.1]), 1):
+        p.grad = g = torch.tensor(gradient)
+        optimizer.step()
+        first, second = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in (0.9, 0.99))
+        m, v = first * m + (1 - first) * g, second * v + (1 - second) * g * g
+        rms = (g * g / v.clamp_min(eps**2)).mean().sqrt().item()
+        expected -= 0.1 / max(1.0, rms) * (0.5 * expected + m / (v.sqrt() + eps))
+    torch.testing.assert_close(p.detach(), expected)
+
+
 def test_stable_adamw_shortens_the_step_of_a_sudden_gradient():
     p = nn.Parameter(torch.zeros(4))
     optimizer = build_optimizer({"p": p}, OptimizerConfig("stable-adamw", lr=0.1, weight_decay=0.0))
