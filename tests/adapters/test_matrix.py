@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graft.tests.tiny import TinyDataset, TinyDenoiser
-from graft.training.adapters import draws, for_layer, method_of
+from graft.training.adapters import attach, draws, for_layer, method_of
 from graft.training.config import AdapterConfig
 from graft.training.loop import train
 from graft.training.lora_file import rounded
@@ -168,6 +168,12 @@ def test_training_in_two_parts_equals_training_at_once(method):
     assert {name for name in whole.weights if name not in moved} == {
         name for name in whole.weights if name.endswith(("down0", "up0"))
     }
+
+
+def test_an_adapted_embedding_answers_in_the_format_it_is_asked_for():
+    layer, adapter, x = trained_case("lora", "embedding")
+    with torch.no_grad(), attach({layer.name: layer}, {layer.name: adapter}):
+        assert torch.equal(layer.module(x, out_dtype=torch.float64), layer.module(x).double())
 
 
 def test_base_weights_are_read_and_never_written():

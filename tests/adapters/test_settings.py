@@ -10,6 +10,7 @@ import torch
 
 from graft.tests.tiny import FAMILY, TinyDenoiser
 from graft.training.adapters import (
+    attach,
     build_adapters,
     draws,
     initialise,
@@ -20,6 +21,7 @@ from graft.training.adapters import (
     select,
 )
 from graft.training.config import AdapterConfig, from_dict, to_dict
+from graft.training.loop import initial_state
 
 from .cases import adapter_config, case, fresh_state, train_config, trained_case
 
@@ -125,6 +127,37 @@ def test_a_state_restores_every_parameter_of_every_method():
         state = fresh_state(denoiser, train_config(adapter_config(method)))
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, torch.device("cpu"))
         assert all(torch.equal(state.weights[name], p) for name, p in named_parameters(adapters).items())
+
+
+def test_a_state_of_another_model_is_refused_by_the_layer():
+    denoiser, cpu = TinyDenoiser(), torch.device("cpu")
+    state = fresh_state(denoiser, train_config(adapter_config("lora")))
+    specs = {path: spec for path, spec in denoiser.specs.items() if path != "blocks.1.mlp"}
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp: the base model has no such layer"):
+        restore_adapters(specs, state.adapter, state.weights, cpu)
+    name = "blocks.1.mlp.down"
+    other = {**state.weights, name: torch.zeros(3, 8)}
+    with pytest.raises(ValueError, match=r"mlp\.down: expected a tensor of shape \(3, 32\), found \(3, 8\)"):
+        restore_adapters(denoiser.specs, state.adapter, other, cpu)
+    del other[name]
+    with pytest.raises(ValueError, match=r"expected a tensor of shape \(3, 32\), found nothing"):
+        restore_adapters(denoiser.specs, state.adapter, other, cpu)
+
+
+def test_an_adapter_is_attached_to_no_layer_of_another_shape():
+    layer, adapter, _ = case("lora", "linear")
+    with pytest.raises(ValueError, match=r"shape \(24, 16\), which does not exist in this base"):
+        attach({}, {layer.name: adapter}).__enter__()
+    conv, _, _ = case("lora", "conv1d")
+    with pytest.raises(ValueError, match=r"shape \(24, 16\), which has shape \(24, 16, 3\) in this base"):
+        attach({layer.name: conv}, {layer.name: adapter}).__enter__()
+
+
+def test_a_method_that_starts_from_the_base_is_given_it_beside_one_that_does_not():
+    config = adapter_config("lora", algorithms=(("blocks.0.mlp", "dora"),))
+    state = initial_state(TinyDenoiser(), train_config(config))
+    expected = TinyDenoiser().module.blocks[0].mlp.weight.norm(dim=0, keepdim=True)
+    assert torch.allclose(state.weights["blocks.0.mlp.magnitude"], expected)
 
 
 @pytest.mark.parametrize("name", ["oft", "boft", "full", "ia3", "glora", "slider", "tread", "locon"])
