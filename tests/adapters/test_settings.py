@@ -20,6 +20,7 @@ from graft.training.adapters import (
     restore_adapters,
     select,
 )
+from graft.training.adapters.dropout import Draw
 from graft.training.config import AdapterConfig, from_dict, to_dict
 from graft.training.loop import initial_state
 
@@ -221,6 +222,27 @@ def test_dropout_keeps_the_expected_output():
         plain = adapter(layer, x)
     error = torch.stack(outputs).mean(0) - plain
     assert error.norm() < 0.1 * (plain - layer.forward(x)).norm()
+
+
+def test_each_dropout_leaves_out_its_share_and_scales_up_the_rest():
+    share, x = 0.2, torch.ones(4000)
+    for index in range(3):
+        with draws(3, index):
+            inputs = Draw(AdapterConfig(dropout=share), "a", x).inputs()
+            ranks = Draw(AdapterConfig(rank=4000, rank_dropout=share), "a", x).ranks()
+        for kept in (inputs, ranks):
+            assert kept.unique().tolist() == [0.0, 1.25]
+            assert (kept == 0).float().mean().item() == pytest.approx(share, abs=0.03)
+
+
+def test_a_module_is_left_out_as_often_as_asked_and_token_ids_are_never_dropped():
+    config, ids = AdapterConfig(module_dropout=0.2, dropout=0.5), torch.arange(100)
+    left_out = 0
+    for index in range(1000):
+        with draws(0, index):
+            left_out += Draw(config, "a", ids).leaves_out_module()
+            assert Draw(config, "a", ids).inputs() is ids
+    assert 160 < left_out < 240
 
 
 def test_dropout_differs_between_layers_and_repeats_in_a_checkpointed_block():
