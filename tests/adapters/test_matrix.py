@@ -109,6 +109,22 @@ def test_a_dora_file_in_bf16_rounds_the_difference_and_not_the_whole_weight():
     assert (adapter.delta(base) - exact).norm() < 0.01 * exact.norm()
 
 
+def test_a_file_holds_matrices_for_a_linear_layer_and_a_1x1_up_for_a_convolution():
+    """As sd-scripts and diffusers write them."""
+    for kind, down, up in (
+        ("linear", (3, 16), (24, 3)),
+        ("conv1d", (3, 16, 3), (24, 3, 1)),
+        ("conv2d", (3, 16, 3, 3), (24, 3, 1, 1)),
+    ):
+        _, adapter, _ = trained_case("lora", kind)
+        tensors = adapter.file_tensors(dict(adapter.named_parameters()), adapter.config)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+            "lora_down.weight": down,
+            "lora_up.weight": up,
+            "alpha": (),
+        }
+
+
 @matrix
 def test_every_trained_parameter_has_a_gradient(method, kind):
     layer, adapter, x = trained_case(method, kind)
@@ -154,6 +170,17 @@ def test_dropout_acts_inside_draws_only(method, kind):
         assert torch.equal(adapter(layer, x), outputs[0])
 
 
+@pytest.mark.parametrize("setting", ["dropout", "rank_dropout", "module_dropout"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "lokr-full"])  # it has no rank
+def test_each_kind_of_dropout_acts_by_itself(method, setting):
+    layer, adapter, x = trained_case(method, "linear", **{setting: 0.4})
+    plain, changed = adapter(layer, x), False
+    for index in range(16):
+        with draws(0, index):
+            changed |= not torch.equal(adapter(layer, x), plain)
+    assert changed
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_training_in_two_parts_equals_training_at_once(method):
     denoiser = TinyDenoiser()
@@ -168,6 +195,16 @@ def test_training_in_two_parts_equals_training_at_once(method):
     assert {name for name in whole.weights if name not in moved} == {
         name for name in whole.weights if name.endswith(("down0", "up0"))
     }
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_as_large_as_the_weight_is_kept_for_the_backward_pass(method, kind):
+    layer, adapter, x = trained_case(method, kind)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        adapter(layer, x[:1])
+    assert all(size < layer.spec.numel for size in kept)
 
 
 def test_an_adapted_embedding_answers_in_the_format_it_is_asked_for():

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from graft.training.adapters import (
     attach,
     build_adapters,
     draws,
+    idle_patterns,
     initialise,
     limit_norms,
     lr_scales,
@@ -22,6 +24,7 @@ from graft.training.adapters import (
 )
 from graft.training.adapters.dropout import Draw
 from graft.training.config import AdapterConfig, from_dict, to_dict
+from graft.training.family import TEXT, is_text
 from graft.training.loop import initial_state
 
 from .cases import adapter_config, case, fresh_state, train_config, trained_case
@@ -81,7 +84,7 @@ def test_block_ranges_choose_whole_blocks(ranges, blocks):
 
 
 @pytest.mark.parametrize(
-    ("ranges", "message"), [("5", "2 blocks, 0 to 1"), ("x", "write for example"), ("1-0", "2 blocks")]
+    ("ranges", "message"), [("2", "2 blocks, 0 to 1"), ("x", "write for example"), ("1-0", "2 blocks")]
 )
 def test_block_ranges_that_do_not_exist_are_refused(ranges, message):
     with pytest.raises(ValueError, match=message):
@@ -92,6 +95,30 @@ def test_patterns_may_be_regular_expressions():
     assert chosen(include=("re:blocks\\.[01]\\.mlp",)) == ["blocks.0.mlp", "blocks.1.mlp"]
     with pytest.raises(ValueError, match="no regular expression"):
         chosen(include=("re:(",))
+
+
+def test_a_preset_that_the_family_lacks_is_refused_with_those_it_has():
+    with pytest.raises(ValueError, match="tiny has no preset 'mlp'; choose one of attn, attn-mlp"):
+        select(SPECS, FAMILY, AdapterConfig(targets="mlp"))
+
+
+def test_layers_of_text_encoders_are_chosen_by_their_own_setting_and_no_preset():
+    specs = {**SPECS, f"{TEXT}clip_l.transformer.mlp": SPECS["blocks.0.mlp"]}
+    plain = AdapterConfig(targets="linear")
+    both = dataclasses.replace(plain, text_encoder=0.5, include=("blocks.1.*",))
+    assert select(specs, FAMILY, plain).keys() == select(SPECS, FAMILY, plain).keys()
+    chosen = set(select(specs, FAMILY, both))
+    assert {name for name in chosen if is_text(name)} == specs.keys() - SPECS.keys()
+    assert {name for name in chosen if not is_text(name)} == {"blocks.1.attn_qkv", "blocks.1.mlp"}
+
+
+def test_every_pattern_that_does_nothing_is_told_with_its_setting():
+    rules = {"ranks": (("blocks.9.*", 2), ("*", 4)), "lrs": (("conv_in", 0.5),)}
+    config = AdapterConfig(targets="linear", exclude=("norm",), **rules)
+    told = [note.split(" matches no layer")[0] for note in idle_patterns(SPECS, FAMILY, config)]
+    assert told == ["exclude: 'norm'", "ranks: 'blocks.9.*'", "learning rates: 'conv_in'"]
+    started = dataclasses.replace(config, start_from="a.safetensors")  # which may train any layer
+    assert len(idle_patterns(SPECS, FAMILY, started)) == 2
 
 
 def test_learning_rates_follow_patterns_and_the_lora_plus_ratio():
@@ -258,8 +285,9 @@ def test_dropout_differs_between_layers_and_repeats_in_a_checkpointed_block():
         assert not torch.equal(first, adapter(layer, x))
 
 
-def test_leaving_a_module_out_gives_the_layer_itself():
-    layer, adapter, x = trained_case("lora", "linear", module_dropout=0.5)
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_leaving_a_module_out_gives_the_layer_itself(method):
+    layer, adapter, x = trained_case(method, "linear", module_dropout=0.5)
     with torch.no_grad():
         plain, left_out = layer.forward(x), 0
         for index in range(200):
@@ -271,3 +299,21 @@ def test_leaving_a_module_out_gives_the_layer_itself():
 def test_a_fresh_gaussian_start_has_the_deviation_of_peft():
     _, adapter, _ = case("lora-gaussian", "linear", rank=64)
     assert adapter.down.std().item() == pytest.approx(1 / 64, rel=0.1)
+
+
+def test_fresh_starts_are_as_large_as_those_of_lycoris():
+    _, loha, _ = case("loha", "linear", rank=64)
+    deviations = {name: p.std().item() for name, p in loha.named_parameters()}
+    assert deviations == pytest.approx({"w1_a": 0.1, "w1_b": 1.0, "w2_a": 0.0, "w2_b": 1.0}, rel=0.1)
+    for method, name, inputs in (("lora", "down", 16), ("lokr", "w1", 4), ("lokr", "w2_a", 2)):
+        _, adapter, _ = case(method, "linear")
+        largest = adapter.get_parameter(name).abs().max().item()
+        assert 0.5 * inputs**-0.5 < largest <= inputs**-0.5, name  # kaiming_uniform_ at a = sqrt(5)
+
+
+def test_pissa_of_a_rank_beyond_the_layers_draws_what_is_missing_as_lora_does():
+    layer, adapter, _ = case("pissa", "linear", rank=40, alpha=40.0)
+    base = layer.weight(torch.float32, torch.device("cpu"))
+    assert torch.allclose(adapter.up0 @ adapter.down0, base, atol=1e-5)
+    assert not adapter.up[:, 16:].any() and adapter.down[16:].std() > 0.1
+    assert 0.2 < adapter.down[16:].abs().max() <= 0.25
