@@ -122,6 +122,48 @@ def old_settings(group):
     return {"lr", "betas", "weight_decay", "eps", "lr_scale", "momentum", "d_coef"} & set(group)
 
 
+@every_row
+def test_a_saved_memory_is_changed_neither_by_who_saved_nor_by_who_loaded_it(name):
+    config, weights = settings(name), parameters()
+    first, second = (build_optimizer(weights, config) for _ in range(2))
+    step(weights, first, 2, config.lr)
+    saved = save_optimizer(first, config)
+    before = {key: tensor.clone() for key, tensor in saved.tensors.items()}
+    load_optimizer(second, config, saved)
+    for optimizer in (first, second):
+        step(weights, optimizer, 1, config.lr, first=2)
+    assert all(torch.equal(saved.tensors[key], tensor) for key, tensor in before.items())
+
+
+@every_row
+def test_the_memory_of_an_optimizer_is_what_plans_count(name):
+    weights = parameters({"w": (1024, 512)})
+    optimizer = build_optimizer(weights, settings(name))
+    step(weights, optimizer, 1, 1e-3)
+    found = sum(t.nbytes for t in optimizer.state[weights["w"]].values() if isinstance(t, torch.Tensor))
+    assert found / (1024 * 512) == pytest.approx(OPTIMIZERS[name].state_bytes, rel=0.05, abs=0.5)
+
+
+@every_row
+def test_a_parameter_without_a_gradient_stays_where_it_is(name):
+    """Module dropout leaves an adapter out of a whole step."""
+    config, weights = settings(name, weight_decay=0.1), parameters()
+    optimizer = build_optimizer(weights, config)
+    before = weights["a.up"].detach().clone()
+    weights["a.down"].grad = torch.ones_like(weights["a.down"])
+    optimizer.step()
+    assert torch.equal(weights["a.up"], before)
+
+
+def test_parameters_whose_rates_differ_anew_share_what_was_known_of_all():
+    config, weights = settings("schedule-free-adamw"), parameters()
+    first = build_optimizer(weights, config)
+    step(weights, first, 3, config.lr)
+    second = build_optimizer(weights, config, {"a.up": 16.0})
+    load_optimizer(second, config, save_optimizer(first, config))
+    assert [(group["k"], group["lr_scale"]) for group in second.param_groups] == [(3, 1.0), (3, 16.0)]
+
+
 def test_another_optimizers_memory_is_left_aside(caplog):
     weights = parameters()
     first = build_optimizer(weights, settings("adamw"))
@@ -195,6 +237,16 @@ def test_lion_follows_its_paper():
     # m = 0.01 g1; update 2 = sign(0.9 m + 0.1 g2) = sign(0.0045 - 0.004), sign(-0.027 + 0.1)
     expected = [(1.0 * 0.95 - 0.1) * 0.95 - 0.1, (-2.0 * 0.95 + 0.1) * 0.95 - 0.1]
     assert p.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_sgd_has_the_first_beta_as_its_momentum():
+    p = nn.Parameter(torch.zeros(2))
+    config = OptimizerConfig("sgd", lr=0.1, betas=(0.5, 0.9), weight_decay=0.0)
+    optimizer = build_optimizer({"p": p}, config)
+    for _ in range(2):
+        p.grad = torch.tensor([1.0, -2.0])
+        optimizer.step()
+    assert p.tolist() == pytest.approx([-0.1 * (1 + 1.5), 0.2 * (1 + 1.5)])
 
 
 def test_stable_adamw_follows_its_paper():

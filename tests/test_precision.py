@@ -37,6 +37,7 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_a_long_time_without
     assert scale.after_step() == LossScale(1024.0, 8)
     assert LossScale(1024.0, 1999).after_step() == LossScale(2048.0)
     assert LossScale(1.0).halved() == LossScale(1.0)
+    assert LossScale(2.0**24, 1999).after_step() == LossScale(2.0**24)
 
 
 def test_the_forward_pass_is_float32_on_the_cpu_unless_set():
