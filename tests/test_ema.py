@@ -74,6 +74,12 @@ def test_a_run_is_measured_by_the_weights_that_are_saved():
     assert state.validations == ((4, validation_loss(TinyDenoiser(), TinySamples(), state=saved)),)
 
 
+def test_a_measurement_with_the_average_leaves_the_trained_weights_in_place():
+    measured = dataclasses.replace(AVERAGED, validation=ValidationConfig(every=1))
+    state = train_with(TinyDenoiser(), TinyDataset(), measured, None, steps=4, validation=TinySamples())
+    assert_same(dataclasses.replace(state, validations=()), train(steps=4, config=AVERAGED))
+
+
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="below 1"):
         EmaConfig(1.0)

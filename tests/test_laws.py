@@ -67,6 +67,37 @@ def test_a_state_of_another_base_is_refused():
         run(run(steps=1), steps=1, denoiser=other)
 
 
+def test_the_losses_of_a_run_are_those_of_its_micro_batches_one_after_another():
+    still = OptimizerConfig(lr=1e-12)
+    state = run(steps=2, config=dataclasses.replace(CONFIG, gradient_accumulation=3, optimizer=still))
+    denoiser, losses = TinyDenoiser(), []
+    with torch.no_grad(), denoiser.hold(torch.float32):
+        for index in range(6):
+            batch = TinyDataset().batch(2, seed=7, index=index)
+            losses.append(objective.loss(denoiser, batch, CONFIG.objective, seed=7, index=index)[0].item())
+    assert state.losses == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], rel=1e-5)
+
+
+def test_a_step_is_taken_at_the_rate_of_the_schedule():
+    start, sgd = initial_state(TinyDenoiser(), CONFIG), OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
+    moved = []
+    for schedule in (ScheduleConfig(), ScheduleConfig(warmup_steps=2)):
+        state = run(steps=1, config=dataclasses.replace(CONFIG, optimizer=sgd, schedule=schedule))
+        moved.append({name: state.weights[name] - start.weights[name] for name in start.weights})
+    assert any(step.any() for step in moved[0].values())
+    assert all(torch.allclose(moved[0][n], 2 * moved[1][n], rtol=1e-3, atol=1e-7) for n in start.weights)
+
+
+def test_no_difference_outgrows_the_norm_that_was_set():
+    adapter = dataclasses.replace(CONFIG.adapter, max_norm=0.01)
+    denoiser, norms = TinyDenoiser(), []
+    for config in (CONFIG, dataclasses.replace(CONFIG, adapter=adapter)):
+        weights = run(steps=5, config=config).weights
+        adapters = restore_adapters(denoiser.specs, config.adapter, weights, torch.device("cpu"))
+        norms.append(max(adapter.product().norm().item() for adapter in adapters.values()))
+    assert norms[0] > 0.015 and norms[1] == pytest.approx(0.01)
+
+
 def output(denoiser, state=None):
     batch = TinyDataset().batch(4, seed=0, index=0)
     x, sigma = batch.latents, torch.full((4,), 0.5)

@@ -46,6 +46,10 @@ def test_validation_is_the_mean_over_samples_and_noise_levels():
     assert validation_loss(denoiser, samples) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
+def test_flow_models_are_measured_at_nine_levels_from_a_tenth_on():
+    assert noise_levels(Flow()).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+
+
 def test_validation_inside_a_run_measures_the_base_that_is_held():
     denoiser = TinyDenoiser()
     alone = validation_loss(denoiser, TinySamples())
