@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from graft.tests.data.helpers import SMALL, FakeEncoder, add
+from graft.tests.data.helpers import SMALL, FakeEncoder, add, picture
 from graft.tests.tiny import Flow
-from graft.training.config import AdapterConfig, ObjectiveConfig, TrainConfig
+from graft.training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
 from graft.training.data import encode, join, scan
 from graft.training.family import FAMILIES
+from graft.training.lora_file import lora_key
 from graft.training.lora_file.metadata import COVER_SIDE, lora_metadata, run_metadata, with_hashes
 from graft.training.state import TrainState
 
@@ -62,6 +63,73 @@ def test_the_run_is_described_as_sd_scripts_does(dataset):
     assert json.loads(found["ss_bucket_info"])["buckets"]["0"] == {"resolution": [64, 64], "count": 4}
     assert json.loads(found["graft_config"])["seed"] == 5
     assert "modelspec.prediction_type" not in found
+
+
+def test_every_setting_that_is_not_the_default_is_written_down(dataset):
+    config = replace(
+        CONFIG,
+        gradient_accumulation=3,
+        adapter=AdapterConfig(dropout=0.1, max_norm=2.0, text_encoder=0.5),
+        objective=ObjectiveConfig(
+            loss="pseudo-huber", weighting="min-snr", guidance=3.5, min_noise=0.1, max_noise=0.9
+        ),
+        memory=MemoryConfig("fp32", checkpointing="none"),
+    )
+    found = run_metadata(config, dataset, FAMILIES["Flux"], Flow(), name="kitty")
+    expected = {
+        "ss_total_batch_size": "6",
+        "ss_text_encoder_lr": "5e-05",
+        "ss_network_dropout": "0.1",
+        "ss_scale_weight_norms": "2.0",
+        "ss_huber_c": "0.1",
+        "ss_min_snr_gamma": "5.0",
+        "ss_debiased_estimation": "False",
+        "ss_guidance_scale": "3.5",
+        "ss_mixed_precision": "no",
+        "ss_gradient_checkpointing": "False",
+        "modelspec.timestep_range": "100,900",
+        "ss_v2": "False",
+    }
+    assert {key: found[key] for key in expected} == expected
+    plain = run_metadata(CONFIG, dataset, FAMILIES["Flux"], Flow(), name="kitty")
+    assert plain["ss_guidance_scale"] == "1.0" and "modelspec.timestep_range" not in plain
+    debiased = replace(CONFIG, objective=ObjectiveConfig(weighting="debiased"))
+    found = run_metadata(debiased, dataset, FAMILIES["Flux"], Flow(), name="kitty")
+    assert found["ss_debiased_estimation"] == "True"
+
+
+def test_what_one_of_several_folders_does_is_written_down(tmp_path):
+    add(tmp_path / "a", "a.png", "a, b"), add(tmp_path / "b", "b.png", "a, b", picture(128, 64))
+    caption = replace(SMALL.caption, shuffle=True, keep_tokens=2, dropout=0.1, tag_dropout=0.2)
+    augment = replace(SMALL.augment, flip=True, brightness=0.1, crop="random", variations=2)
+    bucket = replace(SMALL.bucket, resolutions=(64, 128))
+    more = replace(SMALL, caption=caption, augment=augment, bucket=bucket, regularisation=True)
+    dataset = encode(
+        join([scan(tmp_path / "a", SMALL), scan(tmp_path / "b", more)]), FakeEncoder(), tmp_path / "cache"
+    )
+    found = run_metadata(CONFIG, dataset, FAMILIES["SDXL"], Flow(), name="x")
+    expected = {
+        "ss_num_train_images": "2",
+        "ss_num_reg_images": "1",
+        "ss_resolution": "(128, 128)",
+        "ss_enable_bucket": "True",
+        "ss_bucket_no_upscale": "False",
+        "ss_flip_aug": "True",
+        "ss_color_aug": "True",
+        "ss_random_crop": "True",
+        "ss_shuffle_caption": "True",
+        "ss_keep_tokens": "2",
+        "ss_caption_dropout_rate": "0.1",
+        "ss_caption_tag_dropout_rate": "0.2",
+    }
+    assert {key: found[key] for key in expected} == expected
+    sides = [side for size in dataset.index.buckets for side in size]
+    assert (int(found["ss_min_bucket_reso"]), int(found["ss_max_bucket_reso"])) == (min(sides), max(sides))
+
+
+def test_layers_of_text_encoders_have_the_keys_of_sd_scripts():
+    path = "text_encoders.clip_g.transformer.text_model.encoder.layers.3.mlp.fc1"
+    assert lora_key(path, FAMILIES["SDXL"]) == "lora_te2_text_model_encoder_layers_3_mlp_fc1"
 
 
 def test_the_prediction_type_is_that_of_the_model_sampling_on_the_wire(dataset):

@@ -203,6 +203,16 @@ def test_ranks_and_alphas_that_differ_between_layers_become_patterns(tmp_path):
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
+def test_algorithms_that_differ_between_layers_become_patterns(tmp_path):
+    denoiser, state = trained("lora", algorithms=(("*.mlp", "loha"),))
+    path = saved(tmp_path, state)
+    config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(targets="everything"))
+    assert config.algorithm == "lora"
+    assert dict(config.algorithms) == {"blocks.0.mlp": "loha", "blocks.1.mlp": "loha"}
+    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
+
+
 def test_a_plain_lora_becomes_dora_of_the_same_function_beside_its_base(tmp_path):
     denoiser, state = trained("lora")
     path = saved(tmp_path, state)

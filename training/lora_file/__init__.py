@@ -136,7 +136,7 @@ def read_lora(path: Path) -> LoraFile:
                 f"{path.name}: {key}: PEFT's DoRA stores the length of each output; ComfyUI ignores it and "
                 "shows a wrong picture. Train DoRA here instead, which is over the input axis."
             )
-        suffix = next((suffix for suffix in _SUFFIXES_BY_LENGTH if key.endswith(suffix)), None)
+        suffix = next((suffix for suffix in SUFFIXES if key.endswith(suffix)), None)
         if suffix is None:
             other[key] = tensor
             continue
@@ -238,8 +238,6 @@ PEFT_DORA = (
     ".lora_magnitude_vector.weight",
     ".lora_magnitude_vector.default.weight",
 )
-
-_SUFFIXES_BY_LENGTH = sorted(SUFFIXES, key=len, reverse=True)
 
 _PAIR = (("lora_down.weight", "lora_up.weight"),)
 _NEEDED: Mapping[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
