@@ -63,7 +63,7 @@ def test_several_resolutions_give_each_image_a_bucket_at_each():
 
 @pytest.mark.parametrize("side, resolution", [(300, 512), (800, 512), (1024, 1024), (5000, 1024)])
 def test_or_only_the_largest_that_needs_no_enlarging(side, resolution):
-    config = BucketConfig(resolutions=(512, 1024), each=False)
+    config = BucketConfig(resolutions=(1024, 512), each=False)
     assert buckets_for(side, side, config, step=64) == [(resolution, resolution)]
 
 
@@ -89,6 +89,18 @@ def test_square_buckets_crop_everything_to_a_square():
     assert {bucket_for(*size, 512, config, step=64) for size in sizes(50)} == {(512, 512)}
 
 
+def test_a_square_without_enlarging_is_as_large_as_the_shorter_side():
+    config = BucketConfig(square=True, upscale=False)
+    for size, side in (((3000, 400), 400), ((390, 3000), 384), ((3000, 600), 512), ((300, 300), 288)):
+        assert bucket_for(*size, 512, config, step=16) == (side, side)
+
+
+def test_a_small_picture_keeps_its_own_size_without_enlarging():
+    config = BucketConfig(upscale=False)
+    assert bucket_for(300, 200, 512, config, step=16) == (288, 192)
+    assert bucket_for(3000, 200, 512, config, step=16) == (1024, 128)  # 1983 x 132 of 512 x 512 pixels
+
+
 def test_a_crop_has_the_buckets_shape_and_touches_two_sides():
     for width, height in sizes(500):
         left, top, right, bottom = crop_box(width, height, (832, 1216), at=(0.3, 0.8))
@@ -107,6 +119,8 @@ def test_the_share_that_was_cut_off_is_known():
 def test_corner_crops_visit_the_four_corners():
     crops = crops_for(100, 300, (64, 64), AugmentConfig(crop="corners"), content="x")
     assert [crop.box[:2] for crop in crops] == [(0, 0), (0, 0), (0, 200), (0, 200)]
+    crops = crops_for(300, 100, (64, 64), AugmentConfig(crop="corners"), content="x")
+    assert [crop.box[:2] for crop in crops] == [(0, 0), (200, 0), (0, 0), (200, 0)]
 
 
 def test_random_crops_differ_but_are_the_same_in_every_run():

@@ -144,11 +144,12 @@ def _random_place(content: str, bucket: Size, variation: int) -> tuple[float, fl
 
 def _own_size(width: int, height: int, resolution: int, config: BucketConfig, *, step: int) -> Size:
     """Return about the image's own size, within the area and the longest side, rounded down to steps."""
-    shrink = min(1.0, resolution / math.sqrt(width * height))
-    longest = (config.max_side or 2 * resolution) // step * step
-    sides = [min(int(side * shrink + 1e-6) // step * step, longest) for side in (width, height)]
     if config.square:
-        sides = [min(sides)] * 2
+        sides = [min(width, height) // step * step] * 2
+    else:
+        shrink = min(1.0, resolution / math.sqrt(width * height))
+        longest = (config.max_side or 2 * resolution) // step * step
+        sides = [min(int(side * shrink + 1e-6) // step * step, longest) for side in (width, height)]
     if min(sides) < step:
         raise ValueError(
             f"{width} x {height} px is smaller than one bucket step ({step} px); allow enlarging."
