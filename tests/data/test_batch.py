@@ -61,6 +61,11 @@ def test_epochs_and_seeds_differ_in_order():
     assert len({str(epoch(found, 4, seed, number)) for seed in (0, 1) for number in (0, 1)}) == 4
 
 
+def test_the_same_images_do_not_meet_again_in_the_next_epoch():
+    found = order([40])
+    assert len({frozenset(batch) for number in range(3) for batch in epoch(found, 4, number=number)}) == 30
+
+
 def test_a_steady_order_is_always_the_same():
     found = order([3, 2], steady=True)
     assert epoch(found, 2, seed=0) == epoch(found, 2, seed=9, number=4) == [[0, 1], [2], [3, 4]]
@@ -265,6 +270,13 @@ def test_regularisation_images_come_with_their_own_weight(tmp_path):
     assert weights == {"a.png": 1, "b.png": 1, "c.png": 1, "d.png": 1, "x.png": 0.25}
 
 
+def test_the_trigger_word_is_the_first_that_a_folder_has(tmp_path):
+    add(tmp_path / "a", "a.png"), add(tmp_path / "b", "b.png")
+    named = replace(SMALL, caption=CaptionConfig(trigger="sks"))
+    folders = join([scan(tmp_path / "a", SMALL), scan(tmp_path / "b", named)])
+    assert encode(folders, FakeEncoder(), tmp_path / "cache").trigger == "sks"
+
+
 def test_folders_fill_an_epoch_by_their_shares(tmp_path):
     shown = Counter(n for batch in all_batches(two_folders(tmp_path, shares=(1, 1)), 2) for n in batch.names)
     assert shown == {"a.png": 1, "b.png": 1, "c.png": 1, "d.png": 1, "x.png": 4}
@@ -305,13 +317,14 @@ def test_regularisation_images_are_never_held_out(tmp_path):
 
 def test_validation_shows_each_image_once_and_always_alike(tmp_path):
     config = replace(SMALL, repeats=3, augment=AugmentConfig(flip=True), caption=CaptionConfig(dropout=1.0))
-    held = many(tmp_path, config, count=6).validation()
-    assert held.steps_per_epoch(1) == 6
-    one, two = all_batches(held, seed=0), all_batches(held, seed=5, epochs=2)[6:]
-    assert all(
-        torch.equal(a.latents, b.latents) and a.names == b.names for a, b in zip(one, two, strict=True)
-    )
-    assert len({batch.names for batch in one}) == 6
+    dataset = many(tmp_path, config, count=12)
+    for held, count in ((dataset.validation(), 12), (dataset.split(SplitConfig(fraction=0.5))[1], 6)):
+        assert held.steps_per_epoch(1) == count
+        one, two = all_batches(held, seed=0), all_batches(held, seed=5, epochs=2)[count:]
+        assert all(
+            torch.equal(a.latents, b.latents) and a.names == b.names for a, b in zip(one, two, strict=True)
+        )
+        assert len({batch.names for batch in one}) == count
 
 
 def test_samples_are_the_entries_of_the_validation_set_one_by_one(tmp_path):

@@ -54,18 +54,18 @@ class EncodedDataset:
         store: Store,
         images: ImageSet,
         *,
+        entries: Entries,
         skipped: Sequence[Skipped] = (),
-        entries: Entries | None = None,
         steady: bool = False,
     ) -> None:
-        """Take the entries of `index` that belong to this dataset, or all of them.
+        """Take the entries of `index` that belong to this dataset.
 
         `steady` is for validation: an image's first view and caption, once, in the same order, no dropout.
         """
         self.index, self.store, self.images, self.steady = index, store, images, steady
         self.skipped = tuple(skipped)
         """Files that could not be used, found by the scan or by encoding."""
-        self.entries: Entries = np.arange(len(index.sample), dtype=np.int32) if entries is None else entries
+        self.entries = entries
         repeats = np.ones(len(self.entries), np.int32) if steady else index.repeats[self.entries]
         self.order = Order(index.bucket[self.entries], repeats, steady=steady)
 
@@ -198,8 +198,8 @@ class EncodedDataset:
             self.index,
             self.store,
             self.images,
-            skipped=self.skipped,
             entries=self.entries[mask],
+            skipped=self.skipped,
             steady=steady,
         )
 

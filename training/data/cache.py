@@ -83,7 +83,7 @@ def encode(
         *(Skipped(images.samples.names[number], reason) for number, reason in bad.items()),
     ]
     usable = np.flatnonzero(~np.isin(index.sample, list(bad))).astype(np.int32)
-    return EncodedDataset(index, work.store, images, skipped=skipped, entries=usable)
+    return EncodedDataset(index, work.store, images, entries=usable, skipped=skipped)
 
 
 class _Work:
