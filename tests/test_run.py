@@ -5,17 +5,21 @@ from __future__ import annotations
 import csv
 import dataclasses
 import errno
+import itertools
 import json
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from graft.training import loop
 from graft.training import run as run_module
 from graft.training.checkpoint import open_state
 from graft.training.config import (
@@ -162,6 +166,11 @@ def test_newest_checkpoints_results_and_the_best_one_are_kept(tmp_path):
     assert checkpoints(tmp_path / "v") == sorted({lowest, 8, 9})
 
 
+def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    go(tmp_path, 7, saving=CheckpointConfig(minutes=0, steps=0, keep=4))
+    assert checkpoints(tmp_path) == [4, 5, 6, 7]
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     go(tmp_path, 2)
     torn = tmp_path / "checkpoints" / "step-00000007"
@@ -221,10 +230,19 @@ def test_progress_counts_time_images_and_steps(tmp_path):
     assert seen[-1].smoothed == pytest.approx(sum(p.loss for p in seen) / 3) and seen[-1].time_left == 0
 
 
+def test_the_time_that_is_left_goes_by_the_pace_so_far(tmp_path, monkeypatch):
+    seen, moments = [], itertools.count()  # of the start, and each step's begin, end and report
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(moments))))
+    go(tmp_path, 3, on_step=seen.append)
+    assert [p.seconds for p in seen] == [1, 1, 1]
+    assert [p.time_left for p in seen] == [2 * 3 / 1, 1 * 6 / 2, 0]
+
+
 def test_one_run_is_not_trained_twice_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(ValueError, match="being trained already, by process"):
-        go(tmp_path, 1)
-    assert go(tmp_path, 1).step == 1
+    go(tmp_path, 1)
+    with locked(tmp_path), pytest.raises(ValueError, match=f"already, by process {os.getpid()}; wait"):
+        go(tmp_path, 2)
+    assert go(tmp_path, 2).step == 2
 
 
 def test_a_drive_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch, caplog):
