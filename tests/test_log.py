@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import types
 
@@ -37,6 +38,11 @@ def test_a_line_says_where_a_run_stands():
         "step 40/100  loss 0.1250 (mean 0.2500)  validation 0.3000  2.00 s/step  2:05 left  lr 1.00e-04  "
         "gradient 0.5  3.0 GB (fp8, block)"
     )
+
+
+def test_a_line_leaves_out_what_is_not_known():
+    text = describe(dataclasses.replace(STEP, time_left=math.nan))
+    assert text == "step 40/100  loss 0.1250 (mean 0.2500)  2.00 s/step  lr 1.00e-04  gradient 0.5"
 
 
 def test_durations_read_like_a_clock():
@@ -158,3 +164,14 @@ def test_new_lines_are_read_once_and_torn_ones_later(tmp_path):
     assert part["entries"] == [{"step": 2}]
     file.write_bytes(b'{"step": 1}\n')
     assert read_entries(file, part["next"])["entries"] == [{"step": 1}]
+
+
+def test_a_long_log_is_read_piece_by_piece_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "CHUNK", 20)
+    file, place, found = tmp_path / "log.jsonl", 0, []
+    file.write_bytes(b"".join(b'{"step": %d}\n' % step for step in (1, 2, 3)))
+    for _ in range(4):
+        part = read_entries(file, place)
+        found.append(([line["step"] for line in part["entries"]], part["start"], part["more"]))
+        place = part["next"]
+    assert found == [([1], 0, True), ([2], 12, True), ([3], 24, False), ([], 36, False)]
