@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -169,6 +170,29 @@ def test_with_ample_memory_nothing_is_foreseen(monkeypatch):
     denoiser = TinyDenoiser()
     assert fits_surely(denoiser, denoiser.specs, CONFIG, BATCH, GIB)
     assert chosen(denoiser, GIB) == list(candidates(CONFIG.memory))
+
+
+def test_memory_is_not_ample_where_the_fastest_plan_would_not_fit():
+    denoiser = TinyDenoiser()
+    sure = partial(fits_surely, denoiser, denoiser.specs, CONFIG)
+    assert not sure(BATCH, predictions(denoiser)[0].peak)
+    text = [{**each, "text": torch.zeros(1, 500, 8)} for each in BATCH.conditioning]
+    ample = next(size for size in range(0, GIB, 1 << 16) if sure(BATCH, size))
+    assert not sure(replace(BATCH, conditioning=text), 2 * ample)
+
+
+def test_a_step_lasts_as_long_as_the_slower_of_computing_and_copying():
+    plain, copying = (p for p in predictions(TinyDenoiser()) if p.plan.checkpointing == "block")
+    flops, moved = plain.step.flops, copying.moved
+    assert plain.seconds(flops, 1.0) == 1 and copying.seconds(flops, moved) == 1
+    assert copying.seconds(flops, moved / 2) == 2 and copying.seconds(flops / 3, moved) == 3
+
+
+def test_the_base_is_copied_once_more_where_blocks_are_computed_again():
+    found = {p.plan: p.moved for p in predictions(TinyDenoiser())}
+    weights = sum(spec.numel for spec in TinyDenoiser().specs.values()) * 4
+    assert found[Plan("offload", "none")] == found[Plan("offload", "selective")]
+    assert found[Plan("offload", "block")] == found[Plan("offload", "none")] * 3 / 2 <= 3 * weights
 
 
 def test_a_network_that_cannot_be_foreseen_starts_with_the_fastest_plan(monkeypatch, caplog):
