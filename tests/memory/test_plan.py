@@ -33,7 +33,7 @@ from graft.training.memory.plan import (
     predictor,
     table,
 )
-from graft.training.memory.store import STORES
+from graft.training.memory.store import STORES, bytes_of, is_rounded
 from graft.training.model import NO_ROOM, Room
 from graft.training.work import Work
 
@@ -193,6 +193,19 @@ def test_the_base_is_copied_once_more_where_blocks_are_computed_again():
     weights = sum(spec.numel for spec in TinyDenoiser().specs.values()) * 4
     assert found[Plan("offload", "none")] == found[Plan("offload", "selective")]
     assert found[Plan("offload", "block")] == found[Plan("offload", "none")] * 3 / 2 <= 3 * weights
+
+
+def test_a_rounded_layer_is_counted_whole_too_while_it_is_used(monkeypatch):
+    monkeypatch.setattr("graft.training.memory.store.SMALLEST", 1)
+    denoiser = TinyDenoiser()
+    found = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("fp8", "none"))
+    kept = bytes_of(denoiser.specs, denoiser.family.blocks, "fp8", torch.float32)
+    largest = max(spec.numel for spec in denoiser.specs.values() if is_rounded(spec, "fp8"))
+    assert found.weights == kept + 2 * 4 * largest + found.step.loose
+
+
+def test_where_nobody_knows_how_much_is_free_the_fastest_plan_is_tried_first():
+    assert chosen(TinyDenoiser(), None) == list(candidates(CONFIG.memory))
 
 
 def test_a_network_that_cannot_be_foreseen_starts_with_the_fastest_plan(monkeypatch, caplog):

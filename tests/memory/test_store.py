@@ -145,6 +145,14 @@ def test_a_ring_learns_the_order_of_a_step_and_copies_ahead():
     assert sum(what == "begin" for what, _ in made.copier.log) == len(step)  # nothing is copied twice
 
 
+def test_a_ring_gives_up_what_it_began_when_another_order_comes():
+    made = ring(6, ahead=2)
+    for key in (*range(6), *range(6)):
+        made.fetch(key)
+    assert set(made.on_the_way) == {0, 1}
+    assert int(made.fetch(4)[0]) == 4 and not made.on_the_way
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 8])
 def test_a_ring_knows_a_block_that_is_computed_again_from_its_first_time(layers, monkeypatch):
     blocks = [range(first, first + layers) for first in range(0, 5 * layers, layers)]
