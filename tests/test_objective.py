@@ -175,6 +175,13 @@ def test_every_distribution_draws_within_the_models_range_and_equally_for_equal_
         assert not torch.equal(levels, draw(500, sampling, sigmas=name, seed=1))
 
 
+def test_levels_at_the_very_ends_are_the_models_last_ones():
+    ends = torch.tensor([0.0, 1.0])
+    assert sigmas.to_sigmas(Flow(), ends, flow=True).tolist() == pytest.approx([0.001, 1.0])
+    assert sigmas.to_sigmas(Eps(), ends, flow=False).tolist() == pytest.approx([0.03, 14.6])
+    assert draw(20_000, sigmas="uniform").min() >= Flow.sigma_min
+
+
 def test_an_unknown_distribution_is_refused_with_the_known_ones():
     with pytest.raises(
         ValueError, match="sigmas: 'normal' is unknown; choose one of auto, uniform, logit-normal"
