@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from graft.training import loop
 from graft.training import run as run_module
-from graft.training.checkpoint import open_state
+from graft.training.checkpoint import open_state, save_state
 from graft.training.config import (
     CheckpointConfig,
     EmaConfig,
@@ -32,7 +32,7 @@ from graft.training.config import (
 )
 from graft.training.loop import STOP
 from graft.training.lora_file import lora_tensors
-from graft.training.run import DiskFull, Run, execute, handed_on, lock, run_key
+from graft.training.run import DiskFull, Run, execute, handed_on, lock, run_key, run_of, states_up_to
 from graft.training.run.lock import locked
 from graft.training.run.run_log import read_log
 from graft.training.work import Work
@@ -164,6 +164,16 @@ def test_newest_checkpoints_results_and_the_best_one_are_kept(tmp_path):
     handle = go(tmp_path / "v", 9, config=config, validation=TinySamples())
     lowest = min(handle.load().validations, key=lambda entry: entry[1])[0]
     assert checkpoints(tmp_path / "v") == sorted({lowest, 8, 9})
+
+
+def test_a_state_knows_the_sound_ones_of_its_run_before_it(tmp_path):
+    go(tmp_path / "run", 4, saving=CheckpointConfig(minutes=0, steps=0, keep=9))
+    handle = open_state(Run(tmp_path / "run").checkpoint(3))
+    assert [found.step for found in states_up_to(handle)] == [1, 2, 3]
+    (Run(tmp_path / "run").checkpoint(2) / "state.json").write_text("torn")
+    assert [found.step for found in states_up_to(handle)] == [1, 3]
+    elsewhere = save_state(handle.load(), tmp_path / "saved")
+    assert states_up_to(elsewhere) == [elsewhere] and run_of(elsewhere) is None
 
 
 def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
