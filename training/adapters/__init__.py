@@ -129,7 +129,7 @@ def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
 
     All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude stays.
     """
-    scaled = [adapter for adapter in adapters.values() if adapter.factors()] if config.max_norm else []
+    scaled = list(adapters.values()) if config.max_norm else []
     norms = torch.stack([adapter.product().norm() for adapter in scaled]).tolist() if scaled else []
     for adapter, norm in zip(scaled, norms, strict=True):
         if norm > config.max_norm:

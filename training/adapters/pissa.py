@@ -46,10 +46,6 @@ class PiSSA(LoRA):
         start = masked(weights["up0"], mask) @ weights["down0"].flatten(1)
         return LoRA.compose(weights, mask) - start
 
-    def factors(self) -> list[nn.Parameter]:
-        """None: what is trained is one part of the difference."""
-        return []
-
     def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
         dtype = dtype_for(x, self.up.dtype)
         start = layer.apply_low_rank(x, self.down0.to(dtype), masked(self.up0, mask).to(dtype))
