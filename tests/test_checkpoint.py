@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graft.training import checkpoint, whole_file
-from graft.training.checkpoint import load_state, open_state, save_state, write_text
+from graft.training.checkpoint import load_state, open_state, save_state, size_in_bytes, write_text
 from graft.training.config import EmaConfig
 from graft.training.whole_file import remove_leftovers
 
@@ -52,6 +52,22 @@ def test_saving_twice_leaves_the_files_of_one_state(state, later, tmp_path):
     save_state(later, tmp_path)
     assert_same(load_state(tmp_path), later)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_saving_again_repairs_a_state_whose_tensors_were_damaged(state, tmp_path):
+    handle = save_state(state, tmp_path)
+    [tensors] = tmp_path.glob("state-*.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged"):
+        open_state(tmp_path)
+    assert save_state(state, tmp_path) == open_state(tmp_path) == handle
+    assert_same(load_state(tmp_path), state)
+
+
+def test_the_size_of_a_state_on_the_disk_is_known_before_it_is_written(state, tmp_path):
+    save_state(state, tmp_path)
+    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert size_in_bytes(state) == pytest.approx(written, rel=0.1)
 
 
 @pytest.mark.parametrize("moment", range(6))
