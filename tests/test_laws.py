@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from graft.training.checkpoint import load_state, save_state
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from graft.training.loop import clip_gradients, gradients, initial_state, train
 from graft.training.model import Batch
+from graft.training.validation import validation_loss
 from graft.training.work import Work
 
-from .tiny import TinyDataset, TinyDenoiser
+from .tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 CONFIG = TrainConfig(
     batch_size=2,
@@ -65,6 +67,21 @@ def test_a_state_of_another_base_is_refused():
     other.fingerprint = "other"
     with pytest.raises(ValueError, match="belongs to another base model .fingerprint tiny.* has other"):
         run(run(steps=1), steps=1, denoiser=other)
+
+
+def test_a_model_that_ignores_the_noise_is_neither_trained_nor_measured():
+    class Ignoring(Flow):
+        def noise_scaling(self, sigma, noise, latent_image):
+            return latent_image
+
+    denoiser = TinyDenoiser()
+    denoiser.sampling = Ignoring()
+    for attempt in (
+        partial(run, steps=1, denoiser=denoiser),
+        partial(validation_loss, denoiser, TinySamples()),
+    ):
+        with pytest.raises(ValueError, match="tiny cannot be trained: its Ignoring ignores the noise"):
+            attempt()
 
 
 def test_the_losses_of_a_run_are_those_of_its_micro_batches_one_after_another():

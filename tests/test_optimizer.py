@@ -387,6 +387,16 @@ def test_loss_scaling_changes_nothing_but_the_scale():
     assert all(torch.allclose(scaled.weights[n], unscaled.weights[n], atol=1e-7) for n in scaled.weights)
 
 
+def test_gradients_are_as_large_as_without_a_loss_scale():
+    """Adam and clipping to a norm hide a factor; plain SGD does not."""
+    sgd = OptimizerConfig("sgd", lr=0.01, max_grad_norm=0.0, weight_decay=0.0)
+    config = TrainConfig(2, 1, 0, AdapterConfig(rank=4), sgd)
+    plain = train(steps=3, config=config, denoiser=Overflowing())
+    half = dataclasses.replace(config, memory=MemoryConfig("fp16"))
+    scaled = train(steps=3, config=half, denoiser=Overflowing())
+    assert all(torch.allclose(scaled.weights[n], plain.weights[n], atol=1e-7) for n in plain.weights)
+
+
 def test_a_step_whose_gradients_overflow_is_computed_again_at_a_lower_scale():
     state = fp16(10.0, 3)
     assert 1 < state.loss_scale.value < 65536 and state.step == 3
