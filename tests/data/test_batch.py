@@ -182,8 +182,11 @@ def test_captions_vary_although_their_conditioning_is_cached(tmp_path):
 
 def test_caption_dropout_shows_the_empty_caption_its_share_of_the_time(tmp_path):
     found = dataset(tmp_path, replace(SMALL, caption=CaptionConfig(dropout=0.3)), a=(64, 64))
-    empty = [not batch.conditioning[0]["cross_attn"].any() for batch in all_batches(found, epochs=400)]
+    batches = all_batches(found, epochs=400)
+    empty = [not batch.conditioning[0]["cross_attn"].any() for batch in batches]
     assert 0.24 < sum(empty) / len(empty) < 0.36
+    # What text encoders in training read is what the conditioning was made of.
+    assert [batch.captions for batch in batches] == [[""] if is_empty else ["a"] for is_empty in empty]
 
 
 def test_conditioning_keeps_integers_and_shapes(tmp_path):
