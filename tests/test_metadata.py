@@ -127,9 +127,12 @@ def test_what_one_of_several_folders_does_is_written_down(tmp_path):
     assert (int(found["ss_min_bucket_reso"]), int(found["ss_max_bucket_reso"])) == (min(sides), max(sides))
 
 
-def test_layers_of_text_encoders_have_the_keys_of_sd_scripts():
+def test_layers_have_the_keys_of_sd_scripts_and_native_ones_where_it_has_none():
     path = "text_encoders.clip_g.transformer.text_model.encoder.layers.3.mlp.fc1"
     assert lora_key(path, FAMILIES["SDXL"]) == "lora_te2_text_model_encoder_layers_3_mlp_fc1"
+    assert lora_key("input_blocks.4.1.proj_in", FAMILIES["SDXL"]) == "lora_unet_input_blocks_4_1_proj_in"
+    native = replace(FAMILIES["SDXL"], key_prefix="")
+    assert lora_key("input_blocks.4.1.proj_in", native) == "diffusion_model.input_blocks.4.1.proj_in"
 
 
 def test_the_prediction_type_is_that_of_the_model_sampling_on_the_wire(dataset):

@@ -393,6 +393,8 @@ def test_a_checkpoint_has_its_lora_file(tmp_path):
     expected = lora_tensors(dataclasses.replace(state, weights=state.ema), FAMILY, torch.bfloat16)
     found = load_file(path)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    exact = {key for key, tensor in found.items() if tensor.dtype == torch.float32}
+    assert exact == {key for key in found if key.endswith(".alpha")} < found.keys()
     with safe_open(path, "pt") as file:
         assert file.metadata()["modelspec.title"] == "kitty at step 2"
     go(tmp_path / "without", 1, saving=CheckpointConfig(lora=False))

@@ -203,6 +203,23 @@ def test_ranks_and_alphas_that_differ_between_layers_become_patterns(tmp_path):
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
+def test_whole_factors_stay_whole_at_any_rank_of_the_settings(tmp_path):
+    denoiser, state = trained("lokr-full")
+    path = saved(tmp_path, state)
+    config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(rank=1, targets="everything"))
+    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    assert config.full_matrix and weights.keys() == state.weights.keys()
+
+
+def test_a_layer_under_two_names_is_refused(tmp_path):
+    _, state = trained("lora")
+    path = tmp_path / "start.safetensors"
+    again = {key: tensor.clone() for key, tensor in lora_tensors(state, NATIVE).items()}
+    save_file({**lora_tensors(state, FAMILY), **again}, path)
+    with pytest.raises(ValueError, match="are all names of one layer, .*; a layer may come once"):
+        found_in(path)
+
+
 def test_algorithms_that_differ_between_layers_become_patterns(tmp_path):
     denoiser, state = trained("lora", algorithms=(("*.mlp", "loha"),))
     path = saved(tmp_path, state)
