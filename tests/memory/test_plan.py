@@ -183,13 +183,13 @@ def test_memory_is_not_ample_where_the_fastest_plan_would_not_fit():
 
 def test_a_step_lasts_as_long_as_the_slower_of_computing_and_copying():
     plain, copying = (p for p in predictions(TinyDenoiser()) if p.plan.checkpointing == "block")
-    flops, moved = plain.step.flops, copying.moved
+    flops, moved = plain.step.flops, copying.moved()
     assert plain.seconds(flops, 1.0) == 1 and copying.seconds(flops, moved) == 1
     assert copying.seconds(flops, moved / 2) == 2 and copying.seconds(flops / 3, moved) == 3
 
 
 def test_the_base_is_copied_once_more_where_blocks_are_computed_again():
-    found = {p.plan: p.moved for p in predictions(TinyDenoiser())}
+    found = {p.plan: p.moved() for p in predictions(TinyDenoiser())}
     weights = sum(spec.numel for spec in TinyDenoiser().specs.values()) * 4
     assert found[Plan("offload", "none")] == found[Plan("offload", "selective")]
     assert found[Plan("offload", "block")] == found[Plan("offload", "none")] * 3 / 2 <= 3 * weights

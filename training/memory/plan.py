@@ -88,9 +88,12 @@ class Prediction:
 
     def seconds(self, flops: float, bandwidth: float, budget: int | None = None) -> float:
         """Return a step's time on a device of so many operations and bytes a second; copies run beside."""
+        return max(self.step.flops / flops, self.moved(budget) / bandwidth)
+
+    def moved(self, budget: int | None = None) -> int:
+        """Return the bytes that are copied from host memory in a step."""
         there = self.on_device(budget)
-        moved = self.passes * sum(size for block, size in self.blocks.items() if block not in there)
-        return max(self.step.flops / flops, moved / bandwidth)
+        return self.passes * sum(size for block, size in self.blocks.items() if block not in there)
 
     def on_device(self, budget: int | None) -> frozenset[str]:
         """Return the blocks of an offloaded base that `budget` has room for.
