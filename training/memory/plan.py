@@ -206,6 +206,7 @@ def predictor(
     """
     dtype = compute_dtype(config.memory, denoiser.device)
     blocks = denoiser.family.blocks
+    sizes = block_bytes(denoiser.specs, blocks, dtype)
     kept, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
 
     @cache
@@ -224,7 +225,7 @@ def predictor(
         )
         moves = plan.checkpointing == "block-offload"
         foreseen = step("block").inputs_moved() if moves else step(plan.checkpointing)
-        offloaded = block_bytes(denoiser.specs, blocks, dtype) if plan.base == "offload" else {}
+        offloaded = sizes if plan.base == "offload" else {}
         return Prediction(
             plan,
             weights=weights + foreseen.loose,
