@@ -95,6 +95,9 @@ class TinyDenoiser:
         self.overwrite = overwrite
         self.buffer = torch.zeros(32 * 32 * 9)
 
+    def is_base(self, known_as: str) -> bool:
+        return known_as == self.fingerprint
+
     @property
     def specs(self) -> dict[str, LayerSpec]:
         return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}

@@ -106,7 +106,7 @@ def train(
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
-    start = comparable(start, config, validation)
+    start = comparable(replace(start, base=denoiser.fingerprint), config, validation)
     if is_over(config.validation, start.validations):
         return start
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
@@ -270,7 +270,7 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
 
 def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig) -> None:
     """Raise ValueError when `state` cannot be continued here: another base model, or another kind of LoRA."""
-    if state.base != denoiser.fingerprint:
+    if not denoiser.is_base(state.base):
         raise ValueError(
             f"the training state at step {state.step} belongs to another base model (fingerprint "
             f"{state.base}, this model has {denoiser.fingerprint}); load the base it was trained on, or "

@@ -115,7 +115,12 @@ class Denoiser(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of names, shapes, dtypes and a sample of the weights; the same for the same file."""
+        """Digest of the names, shapes and numbers of all weights; the same for the same file."""
+        ...
+
+    def is_base(self, known_as: str) -> bool:
+        """Return whether a state whose `base` is `known_as` was trained on this one; earlier versions
+        had other fingerprints."""
         ...
 
     @property

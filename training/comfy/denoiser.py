@@ -23,7 +23,7 @@ from ..model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
 from . import weights
 from .at_rest import unload
 from .differentiable import differentiable
-from .fingerprint import fingerprint, settings
+from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
 from .text_encoders import TextEncoders
 from .versions import training_mode
 
@@ -66,8 +66,18 @@ class ComfyDenoiser:
     @cached_property
     def fingerprint(self) -> str:
         text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
+        sampling = (self.sampling, sampling_settings(self.sampling))
+        parts = (self.network, self.patcher.patches, *sampling, *text)
+        return self._with_options(fingerprint(*parts, patchers=self._patchers))
+
+    def is_base(self, known_as: str) -> bool:
+        text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
         parts = (self.network, self.patcher.patches, self.sampling, *text)
-        found = fingerprint(*parts, patchers=self._patchers)
+        return known_as == self.fingerprint or known_as == self._with_options(
+            earlier_fingerprint(*parts, patchers=self._patchers)
+        )
+
+    def _with_options(self, found: str) -> str:
         options = {name: value for name, value in self._options.items() if name != ATTENTION}
         return digest(found, *settings(options)) if options else found
 

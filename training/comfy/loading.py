@@ -15,6 +15,7 @@ import folder_paths
 from ..job.graph import FROM_CHECKPOINT
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
+from .fingerprint import FileDigests, remember
 from .paths import listed, listed_file
 
 CLIP_TYPES: Mapping[str, str] = {
@@ -83,6 +84,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     path = model_path(model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
     keys = require_safetensors(path)
+    digests = FileDigests(path)
     with read_ahead(path):
         if any(key.startswith("model.diffusion_model.") for key in keys):
             patcher, clip, own_vae = _load(
@@ -103,12 +105,17 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
         raise ValueError(
             f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
         )
-    if text_encoders:
-        clip = _load_clip(text_encoders, type(patcher.model.model_config))
-    if vae != FROM_CHECKPOINT:
-        own_vae = _load_vae(vae)
     if clip is not None and not hasattr(clip, "tokenizer"):
         clip = None
+    remember(patcher.model.diffusion_model, digests)
+    if text_encoders:
+        clip = _load_clip(text_encoders, type(patcher.model.model_config))
+    elif clip is not None:
+        remember(clip.cond_stage_model, digests)
+    if vae != FROM_CHECKPOINT:
+        own_vae = _load_vae(vae)
+    elif own_vae is not None:
+        remember(own_vae.first_stage_model, digests)
     return patcher, clip, own_vae
 
 
@@ -181,19 +188,24 @@ def _load_clip(names: Sequence[str], config: type) -> Any:
     paths = [listed_file(("text_encoders",), name) for name in names]
     for path in paths:
         require_safetensors(path)
-    return _load(
+    digests = FileDigests(*paths)
+    clip = _load(
         ", ".join(names),
         f"text encoders of {config.__name__}",
         lambda: comfy.sd.load_clip(
             [str(path) for path in paths], folder_paths.get_folder_paths("embeddings"), clip_type=kind
         ),
     )
+    remember(clip.cond_stage_model, digests)
+    return clip
 
 
 def _load_vae(name: str) -> Any:
     path = listed_file(("vae",), name)
     require_safetensors(path)
+    digests = FileDigests(path)
     vae = _load(name, "a VAE", lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
     if vae.first_stage_model is None:
         raise ValueError(f"{name}: not a VAE that ComfyUI recognises.")
+    remember(vae.first_stage_model, digests)
     return vae

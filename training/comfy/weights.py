@@ -42,6 +42,31 @@ def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = 
     return specs
 
 
+SCALES = ("scale_weight", "scale_input", "input_scale")
+"""Beside a weight in fp8: a part of what `_packed` makes of it, or unused in training."""
+UNUSED = ("norm_final.weight",)
+"""What networks of older versions own and never compute with: Lumina 2's last norm."""
+
+
+def numbers_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers that a module computes with, by name: every parameter and every buffer that its file
+    has, rounded as the model has them; of what the file quantized, the parts.
+
+    In the order of their names, and alike in every version of ComfyUI (whose norms once called their weight
+    "scale") and with or without dynamic VRAM.
+    """
+    for path, module in sorted(network.named_modules(), key=lambda item: item[0]):
+        buffers = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in sorted({**module._parameters, **buffers}.items()):
+            where = f"{path}.{'weight' if name == 'scale' else name}"
+            if tensor is None or name in SCALES or where in UNUSED:
+                continue
+            whole = _as_in_model(ordinary(tensor), module, name)
+            kept = _packed(whole, tensor, module if name == "weight" else None)
+            for index, part in enumerate(kept.parts):
+                yield (f"{where}.{index}" if index else where), part
+
+
 @contextmanager
 def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterator[HeldBase]:
     """Own the weights of `network`, which is `patcher.model.<prefix>`, keeping them as `store` says.

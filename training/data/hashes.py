@@ -1,8 +1,7 @@
-"""Digests of files' contents, remembered by path, size and date: a second run need not read every image.
+"""Digests of files' contents, remembered by path, size, date and inode, so that no file is read twice.
 
-The one rule: a remembered digest is used only if size and date are the same and the date is not so recent
-that another edit could have had the same one (the "racy git" problem, git's
-Documentation/technical/racy-git.txt).
+The one rule: a remembered digest is used only if these are the same and the date is not so recent that
+another edit could have had the same one (the "racy git" problem, git's Documentation/technical/racy-git.txt).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -30,8 +30,12 @@ def file_digest(path: Path) -> bytes:
 class ContentHashes:
     """Context manager over a small SQLite file; without it (read-only folder), files are read each time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "content.sqlite"
+    def __init__(
+        self, folder: Path, name: str = "content", digest: Callable[[Path], bytes] = file_digest
+    ) -> None:
+        """Remember what `digest` returns of files in <folder>/<name>.sqlite."""
+        self._file = folder / f"{name}.sqlite"
+        self._digest = digest
         self._known: sqlite3.Connection | None = None
 
     def __enter__(self) -> ContentHashes:
@@ -73,10 +77,10 @@ class ContentHashes:
         """Return a file's digest, remembered or anew. Raises OSError if it cannot be read."""
         info = path.stat()
         name = os.fsencode(os.path.abspath(path))
-        stamp = f"{info.st_size}:{info.st_mtime_ns}"
+        stamp = f"{info.st_size}:{info.st_mtime_ns}:{info.st_ino}"
         if (digest := self._recall(name, stamp)) is not None:
             return digest
-        digest = file_digest(path)
+        digest = self._digest(path)
         if time.time_ns() - info.st_mtime_ns > _RACY_NS:
             self._remember(name, stamp, digest)
         return digest
@@ -100,7 +104,7 @@ class ContentHashes:
             self._forget(error)
 
     def _forget(self, error: Exception) -> None:
-        logging.warning("%s cannot be used (%s); images are read anew instead.", self._file, error)
+        logging.warning("%s cannot be used (%s); files are read anew instead.", self._file, error)
         if self._known is not None:
             self._known.close()
         self._known = None
