@@ -32,6 +32,7 @@ from graft.training.config import (
 )
 from graft.training.loop import STOP
 from graft.training.lora_file import lora_tensors
+from graft.training.optimizer import OPTIMIZERS
 from graft.training.run import DiskFull, Run, execute, handed_on, lock, run_key, run_of, states_up_to
 from graft.training.run.lock import locked
 from graft.training.run.run_log import read_log
@@ -349,6 +350,13 @@ def test_a_parameter_that_no_gradient_reaches_is_named(caplog, monkeypatch):
     assert "no gradient" not in caplog.text
     train_without_a_folder(steps=2)
     assert "no gradient has reached 2 of" in caplog.text and "blocks.0.mlp.down" in caplog.text
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_optimizer_that_reaches_every_parameter_is_said_to_leave_some_out(name, caplog):
+    optimizer = dataclasses.replace(CONFIG.optimizer, name=name)
+    train_without_a_folder(steps=9, config=dataclasses.replace(CONFIG, optimizer=optimizer))
+    assert "no gradient" not in caplog.text
 
 
 def test_a_run_that_nothing_reaches_is_stopped(monkeypatch):

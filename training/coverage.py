@@ -1,7 +1,8 @@
 """Which parameters no gradient reaches: the costliest mistake is a part that silently never learns.
 
 A LoRA's `down` gets its first gradient at step 2, when `up` is no longer zero, so that is when the answer
-is due; with dropout of whole modules it is due when chance alone can hardly explain a gap.
+is due; with dropout of whole modules it is due when chance alone can hardly explain a gap. Optimizers that
+leave all weights where they are at first (schedule-free-radam) put it off.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import math
 from collections.abc import Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .config import AdapterConfig
 
@@ -23,19 +25,25 @@ class Coverage:
     """Watches the first steps of a run."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdapterConfig) -> None:
+        self.parameters = parameters
         self.silent = dict(parameters)
         self.total = len(self.silent)
         self.steps_left = steps_needed(config)
+        self.before: tuple[nn.Parameter, Tensor] | None = None
+        """A parameter that a gradient has reached, and a copy of it as it was then."""
 
     def look(self, step: int) -> None:
         """Take note of the gradients of `step`, counted from 0; report when it is time.
 
         Logs the names that no gradient reached. Raises ValueError when none was reached at all.
         """
-        if not self.steps_left:
+        if not self.steps_left or not self.silent or (self.before and torch.equal(*self.before)):
             return
         self.steps_left -= 1
         self.silent = {name: p for name, p in self.silent.items() if p.grad is None or not p.grad.any()}
+        reached = next((p for name, p in self.parameters.items() if name not in self.silent), None)
+        if reached is not None:
+            self.before = reached, reached.detach().clone()
         if self.steps_left or not self.silent:
             return
         if len(self.silent) == self.total:
