@@ -151,7 +151,13 @@ class DatasetFromImages(io.ComfyNode):
         config = _config(dataset_settings[0] if dataset_settings else None, **only)
         texts = captions if len(captions) > 1 else captions[0].splitlines() or [""]
         found = data.from_images(images, texts, masks, config)
-        return io.NodeOutput(found, ui={"text": [data.summary(found)]})
+        text = data.summary(found)
+        if masks and not found.sources[0].masks:
+            text += (
+                f"\nThe connected masks have no effect with masks {config.mask.source}; set it to file or "
+                "auto in Dataset Settings."
+            )
+        return io.NodeOutput(found, ui={"text": [text]})
 
 
 class JoinDatasets(io.ComfyNode):

@@ -13,7 +13,7 @@ from graft.training.config import ObjectiveConfig, TrainConfig, from_dict
 from graft.training.model import Batch
 from graft.training.objective import check_sampling, differential_target, loss, loss_at, sigmas, with_guidance
 from graft.training.objective.noise import draw_noise, offset_noise, pyramid_noise
-from graft.training.objective.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for, shift_notes
+from graft.training.objective.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for
 from graft.training.objective.weighting import LOSSES, SPACES, WEIGHTINGS, Level
 
 from .tiny import FAMILY, Flow, TinyDataset, TinyDenoiser
@@ -134,14 +134,6 @@ def test_a_shift_set_by_hand_is_kept_at_every_size():
     family = dataclasses.replace(FAMILY, shift=3.0, resolution_shift="flux")
     assert shift_for(256, ObjectiveConfig(shift=2.0), family) == 2.0
     assert shift_for(1024, ObjectiveConfig(shift=2.0, resolution_shift="sd3"), family) == 1.0
-
-
-def test_a_shift_is_told_to_do_nothing_exactly_where_it_does_nothing():
-    for rule in ("auto", "none", "flux", "sd3"):
-        two, four = (ObjectiveConfig(shift=shift, resolution_shift=rule) for shift in (2.0, 4.0))
-        same = shift_for(1024, two, FAMILY) == shift_for(1024, four, FAMILY)
-        assert bool(shift_notes(two)) == same == (rule == "flux")
-    assert not shift_notes(ObjectiveConfig(resolution_shift="flux"))
 
 
 def test_bias_triples_the_odds_of_the_upper_half():

@@ -121,6 +121,13 @@ def test_every_pattern_that_does_nothing_is_told_with_its_setting():
     assert len(idle_patterns(SPECS, FAMILY, started)) == 2
 
 
+def test_tucker_is_told_to_do_nothing_where_no_kernel_can_be_decomposed():
+    linear = AdapterConfig(targets="linear", tucker=True)
+    [note] = idle_patterns(SPECS, FAMILY, linear)
+    assert note.startswith("tucker True has no effect: no trained layer")
+    assert not idle_patterns(SPECS, FAMILY, dataclasses.replace(linear, targets="all"))
+
+
 def test_learning_rates_follow_patterns_and_the_lora_plus_ratio():
     adapters, config = built(lrs=(("blocks.0.*", 0.5),), lora_plus_ratio=16.0)
     scales = lr_scales(adapters, config)

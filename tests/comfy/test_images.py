@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from graft.training.data import CaptionConfig, DatasetConfig, MaskConfig
+
 from .test_first_lora import assert_same_lora, first_lora
 
 WIDGETS = {"resolution": "64", "trigger": "", "missing_captions": "error", "caption_dropout": 0.0}
@@ -33,3 +35,19 @@ def test_a_list_of_captions_goes_with_a_list_of_pictures(graft_nodes):
     pictures = [torch.ones(1, 64, 64, 3), torch.ones(1, 64, 96, 3)]
     found = node.execute(pictures, ["a red, or\na green one", "b"], **widgets).result[0]
     assert [sample.captions for sample in found.samples] == [("a red, or\na green one",), ("b",)]
+
+
+def test_what_the_node_does_not_use_of_what_it_is_given_is_said_on_it(graft_nodes):
+    node, widgets = graft_nodes["GraftDatasetFromImages"], {name: [value] for name, value in WIDGETS.items()}
+
+    def said(masks, **settings):
+        config = DatasetConfig(**settings)
+        given = {"masks": masks, "dataset_settings": [config], **widgets}
+        return node.execute([torch.ones(1, 64, 64, 3)], ["a"], **given).ui["text"][0]
+
+    masks = [torch.ones(1, 64, 64)]
+    assert "connected masks have no effect with masks off" in said(masks, mask=MaskConfig("off"))
+    assert "connected masks have no effect with masks alpha" in said(masks, mask=MaskConfig("alpha"))
+    files = said(None, caption=CaptionConfig("txt"))
+    assert "captions_from txt has no effect with images from the graph." in files
+    assert "no effect" not in said(masks, mask=MaskConfig("auto")) + said(None, mask=MaskConfig("off"))

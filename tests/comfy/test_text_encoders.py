@@ -421,4 +421,4 @@ def test_a_run_says_which_settings_do_nothing_in_it():
     )
     prodigy, warmup, shift = run_notes(denoiser, config, denoiser.family, 10)
     assert prodigy.startswith("prodigy multiplies") and warmup.startswith("warmup_steps 10 of a run of 10")
-    assert shift.startswith("shift 3 of Objective Settings has no effect")
+    assert shift == "shift 3 has no effect with resolution_shift flux."

@@ -37,6 +37,43 @@ def test_the_summary_says_what_has_no_caption_and_which_folders_are_not_read(tmp
     assert lines[-1] == "Folders in the folder that are not read ('recursive' is off): 2"
 
 
+@pytest.mark.parametrize(
+    ("setting", "beside", "told"),
+    [
+        ({"bucket": {"min_side": 48}}, {"square": True}, "min_side 48 has no effect with square True."),
+        ({"bucket": {"max_side": 80}}, {"square": True}, "max_side 80 has no effect with square True."),
+        ({"bucket": {"max_side": 80}}, {}, ""),
+        (
+            {"bucket": {"min_side": 48}},
+            {"upscale": False},
+            "min_side 48 has no effect on pictures smaller than their bucket with upscale False.",
+        ),
+        (
+            {"caption": {"keep_tokens": 1}},
+            {},
+            "keep_tags 1 has no effect with shuffle_tags False and tag_dropout 0.",
+        ),
+        ({"caption": {"keep_tokens": 1}}, {"shuffle": True}, ""),
+        ({"mask": {"outside": 0.5}}, {"source": "off"}, "outside_mask 0.5 has no effect with masks off."),
+        ({"mask": {"outside": 0.5}}, {}, ""),
+    ],
+)
+def test_the_summary_says_which_settings_have_no_effect_and_they_have_none(setting, beside, told, tmp_path):
+    add(tmp_path / "set", "wide.png", "a, b, c, d", picture(40 if "upscale" in beside else 200, 16))
+    add(tmp_path / "set", "wide-mask.png", None, picture(40 if "upscale" in beside else 200, 16))
+    ((part, values),) = setting.items()
+
+    def found(**changes):
+        config = replace(SMALL, **{part: replace(getattr(SMALL, part), **beside, **changes)})
+        images = scan(tmp_path / "set", config)
+        batch = encode(images, coder := FakeEncoder(), tmp_path / str(len(changes))).batch(1, seed=0, index=0)
+        masked = None if batch.masks is None else batch.masks.tolist()
+        return summary(images).splitlines(), (batch.latents.tolist(), masked, coder.texts)
+
+    (lines, shown), (_, plain) = found(**values), found()
+    assert lines[1:] == [told] * bool(told) and (shown == plain) == bool(told)
+
+
 def test_the_report_says_what_is_trained(images, tmp_path):
     text = report(encode(images, FakeEncoder(), tmp_path / "cache"), batch_size=2)
     for line in (

@@ -11,6 +11,7 @@ from typing import TypeVar
 from ..config import AdapterConfig
 from ..family import Family, block_of, is_text
 from ..layer import LayerSpec
+from .lora import kernel_can_be_decomposed
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
 
 
 def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> list[str]:
-    """Return a sentence for every pattern of the settings that matches no layer, and so does nothing.
+    """Return a sentence for every pattern of the settings that matches no layer, and so does nothing, and one
+    for `tucker` where no trained layer has a kernel to decompose.
 
     Raises ValueError as `select` does.
     """
@@ -68,11 +70,17 @@ def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: Adapte
     used = [(name, pattern, specs) for name in ("include", "exclude") for pattern in getattr(config, name)]
     for name, pairs in {**rules, "learning rates": config.lrs}.items():
         used += [(name, pattern, trained) for pattern, _ in pairs]
-    return [
+    found = [
         f"{name}: {pattern!r} matches no layer and changes nothing; a layer is called {next(iter(layers))}."
         for name, pattern, layers in used
         if not any(matches(path, (pattern,)) for path in layers)
     ]
+    if config.tucker and not any(map(kernel_can_be_decomposed, trained.values())):
+        found.append(
+            "tucker True has no effect: no trained layer is a two-dimensional convolution larger than 1x1; "
+            "the targets all have them where the model does."
+        )
+    return found
 
 
 def _apart(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..adapters import idle_patterns
 from ..config import TrainConfig
 from ..family import Family, family_of
-from ..objective.sigmas import shift_notes
+from ..idle_settings import idle_notes, run_settings
 from ..optimizer import optimizer_notes
 from ..schedule import schedule_notes
 from .denoiser import ComfyDenoiser
@@ -55,7 +55,7 @@ def run_notes(
         )
     found += idle_patterns(denoiser.specs, denoiser.family, config.adapter)
     found += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
-    return found + shift_notes(config.objective)
+    return found + idle_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
 
 
 def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..config import require
+from ..idle_settings import Idle, Values, idle_notes
+
+FROM_FOLDER, FROM_GRAPH = "from a folder", "from the graph"
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,31 @@ class DatasetConfig:
             re.fullmatch("#[0-9a-fA-F]{6}", self.background) is not None,
             f"background must look like #ffffff, got {self.background!r}.",
         )
+
+
+IDLE = (
+    Idle(("min_side", "max_side"), {"square": (True,)}),
+    Idle(("min_side",), {"upscale": (False,)}, on="pictures smaller than their bucket"),
+    Idle(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
+    Idle(("outside_mask",), {"masks": ("off",)}),
+    Idle(("captions_from",), {"images": (FROM_GRAPH,)}),
+)
+"""What has no effect in a dataset, by the names of widgets."""
+
+
+def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]:
+    """Return a sentence for every setting that is not at its default and has no effect on these images."""
+    return idle_notes(_widgets(config, images), _widgets(DatasetConfig(), images), IDLE)
+
+
+def _widgets(config: DatasetConfig, images: str) -> Values:
+    return {
+        "images": images, "captions_from": config.caption.source, "shuffle_tags": config.caption.shuffle,
+        "keep_tags": config.caption.keep_tokens, "tag_dropout": config.caption.tag_dropout,
+        "square": config.bucket.square, "upscale": config.bucket.upscale,
+        "min_side": config.bucket.min_side, "max_side": config.bucket.max_side,
+        "masks": config.mask.source, "outside_mask": config.mask.outside,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from .batch import EncodedDataset
 from .caption import finish
+from .config import FROM_FOLDER, FROM_GRAPH, dataset_notes
 from .samples import ImageSet, Skipped
 
 
 def summary(images: ImageSet) -> str:
     """Return what a scan found.
 
-    Images and repeats by folder, those without caption, other files, folders not read, every file left out.
+    Images and repeats by folder, those without caption, settings of no effect, other files, folders not read,
+    every file left out.
     """
     table = images.samples
     bare: Counter[int] = Counter()
@@ -42,6 +44,7 @@ def summary(images: ImageSet) -> str:
             text = finish("", source.config)
             shown = f'"{text}" alone' if text else "an empty one"
             lines.append(f"Without a caption: {bare[place]}, trained with {shown}")
+        lines += dataset_notes(source.config, FROM_GRAPH if source.pixels else FROM_FOLDER)
     if images.ignored:
         others = ", ".join(
             f"{count} {extension or 'without extension'}" for extension, count in images.ignored

@@ -75,16 +75,6 @@ def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
     return RESOLUTION_SHIFTS[rule](config.shift or family.shift, tokens)
 
 
-def shift_notes(config: ObjectiveConfig) -> list[str]:
-    """Return a sentence where a shift is set beside a rule that goes by the size alone."""
-    if not config.shift or config.resolution_shift != "flux":
-        return []
-    return [
-        f"shift {config.shift:g} of Objective Settings has no effect with resolution_shift flux, which goes "
-        "by the size alone; set resolution_shift to none to use it."
-    ]
-
-
 def shifted(level: Tensor, shift: float) -> Tensor:
     """Move noise levels towards noise for shift > 1: shift*t / (1 + (shift-1)*t).
 

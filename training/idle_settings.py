@@ -1,0 +1,109 @@
+"""Settings that have no effect beside others: IDLE, and why each that is set in vain does nothing.
+
+The one rule: settings go by the names of their widgets, of which no two nodes' are the same, so the config of
+a run, that of a dataset and the inputs of a job file's graph are looked up in the same way. That the rows are
+true, and that what they leave out has an effect, is tested on training itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .config import TrainConfig, to_dict
+from .family import Family
+
+Values = Mapping[str, Any]
+"""Setting -> its value; of a setting that differs between layers, the frozenset of its values."""
+
+
+class OtherThan(tuple[Any, ...]):
+    """All values but these."""
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
+
+
+def other_than(*values: Any) -> OtherThan:
+    return OtherThan(values)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Settings that have no effect while every setting in `beside` has one of the values given there."""
+
+    settings: tuple[str, ...]
+    beside: Mapping[str, Collection[Any]]
+    on: str = ""
+    """What they have no effect on; empty: on anything."""
+
+    def holds(self, values: Values) -> bool:
+        return all(value in allowed for name, allowed in self.beside.items() for value in _each(values[name]))
+
+    def why(self, values: Values) -> str:
+        """Return for instance "has no effect with schedule cosine; it is for restarts"."""
+        where = " and ".join(f"{name} {_shown(values[name])}" for name in self.beside)
+        needed = [allowed for allowed in self.beside.values() if isinstance(allowed, OtherThan)]
+        hint = f"; it is for {' and '.join(map(str, tuple(needed[0])))}" if needed else ""
+        return f"has no effect{self.on and f' on {self.on}'} with {where}{hint}"
+
+
+IDLE = (
+    Idle(("floor",), {"schedule": ("constant",)}),
+    Idle(("cycles",), {"schedule": other_than("restarts")}),
+    Idle(("power",), {"schedule": other_than("polynomial")}),
+    Idle(("d_coef",), {"optimizer": other_than("prodigy")}),
+    Idle(("beta1",), {"optimizer": ("adafactor",)}),
+    Idle(("beta2",), {"optimizer": ("adafactor", "sgd")}),
+    Idle(("eps",), {"optimizer": ("adafactor", "lion", "lion8bit", "sgd")}),
+    Idle(("ema_power",), {"ema_decay": (0.0,)}),
+    Idle(("shift",), {"resolution_shift": ("flux",)}),
+    Idle(("mean",), {"sigmas": other_than("logit-normal")}),
+    Idle(("std",), {"sigmas": other_than("logit-normal", "sigmoid")}),
+    Idle(("mode_scale",), {"sigmas": other_than("mode")}),
+    Idle(("huber_delta",), {"loss": other_than("huber", "pseudo-huber")}),
+    Idle(("min_snr_gamma",), {"weighting": other_than("min-snr")}),
+    Idle(("factor", "decompose_both", "full_matrix"), {"algorithm": other_than("lokr")}),
+    Idle(("decompose_both",), {"full_matrix": (True,)}),
+    Idle(("rank", "alpha", "rslora", "rank_dropout"), {"algorithm": ("lokr",), "full_matrix": (True,)}),
+)
+
+
+def idle_settings(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) -> dict[str, str]:
+    """Return the settings that are not at their defaults and have no effect, each with why."""
+    return {
+        name: row.why(values)
+        for row in rows
+        if row.holds(values)
+        for name in row.settings
+        if values[name] != defaults[name]
+    }
+
+
+def idle_notes(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) -> list[str]:
+    """Return a sentence for every setting that is not at its default and has no effect."""
+    return [
+        f"{name} {_shown(values[name])} {why}." for name, why in idle_settings(values, defaults, rows).items()
+    ]
+
+
+def run_settings(config: TrainConfig, family: Family | None = None) -> Values:
+    """Return the settings of a run that IDLE speaks of, by their widgets' names; "auto" is the family's."""
+    adapter, optimizer, schedule, ema = config.adapter, config.optimizer, config.schedule, config.ema
+    sigmas = config.objective.sigmas
+    return {
+        **to_dict(adapter), **to_dict(optimizer), **to_dict(schedule), **to_dict(config.objective),
+        "algorithm": frozenset({adapter.algorithm, *(name for _, name in adapter.algorithms)}),
+        "optimizer": optimizer.name, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1],
+        "sigmas": family.sigmas if family and sigmas == "auto" else sigmas,
+        "schedule": schedule.name, "ema_decay": ema.decay, "ema_power": ema.power,
+    }  # fmt: skip
+
+
+def _each(value: Any) -> Collection[Any]:
+    return value if isinstance(value, frozenset) else (value,)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in sorted(_each(value)))
