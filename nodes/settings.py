@@ -573,6 +573,12 @@ class CheckpointSettings(io.ComfyNode):
                     "tensorboard", default=False, tooltip="Write a TensorBoard log into the run's folder."
                 ),
                 widget(CheckpointConfig, "lora", "Write each checkpoint's LoRA file, to try it out."),
+                io.Boolean.Input(
+                    "sqlite",
+                    default=False,
+                    optional=True,
+                    tooltip="Write the log as a SQLite file too: log.sqlite in the run's folder.",
+                ),
             ],
             outputs=[Checkpoints.Output("checkpoint_settings")],
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sqlite3
 import sys
 import types
+from contextlib import closing
 
 import pytest
 
@@ -108,6 +110,49 @@ def test_after_a_failure_a_log_is_left_alone_for_a_while_and_completed_at_the_en
     assert not (tmp_path / "log.csv").exists()
     log.close()
     assert (tmp_path / "log.csv").read_text().count("\n") == 2
+
+
+def rows(path, fields="step"):
+    with closing(sqlite3.connect(path)) as table:
+        return table.execute(f"SELECT {fields} FROM steps ORDER BY step").fetchall()
+
+
+def test_a_log_as_a_table_has_every_step_once_after_a_resume(tmp_path):
+    run = Run(tmp_path, CheckpointConfig(steps=4, sqlite=True))
+    execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=4)
+    (tmp_path / "log.sqlite-journal").write_bytes(b"of a process that was killed")
+    execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=6)
+    known = [tuple(line[name] for name in run_log.FIELDS) for line in read_log(tmp_path / "log.jsonl")]
+    assert rows(tmp_path / "log.sqlite", ", ".join(run_log.FIELDS)) == known and len(known) == 6
+    execute(Run(tmp_path / "plain"), TinyDenoiser(), TinyDataset(), CONFIG, None, steps=1)
+    assert not (tmp_path / "plain" / "log.sqlite").exists()
+
+
+def test_a_table_that_somebody_holds_or_that_is_gone_stops_no_run_and_lacks_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "AGAIN_SECONDS", 0.0)
+    table, away = tmp_path / "log.sqlite", tmp_path / "away"
+
+    def on_step(progress):
+        if progress.step == 2:
+            holder.append(sqlite3.connect(table, isolation_level=None))
+            holder[0].execute("BEGIN EXCLUSIVE")
+        if progress.step == 4:
+            holder.pop().close()
+        if progress.step == 5:
+            table.rename(away)
+        if progress.step == 7:
+            away.rename(table)
+
+    holder = []
+    run = Run(tmp_path, CheckpointConfig(sqlite=True))
+    execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=8, on_step=on_step)
+    assert rows(table) == [(step,) for step in range(1, 9)]
+
+
+def test_a_python_without_sqlite_is_named_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    with pytest.raises(ValueError, match="switch sqlite off in Checkpoint Settings"):
+        RunLog(tmp_path, 0, sqlite=True)
 
 
 @pytest.mark.parametrize("python, shown", [("/a b/python", '"/a b/python"'), ("/a/python", "/a/python")])

@@ -243,6 +243,8 @@ class CheckpointConfig:
     and those that a node handed on."""
     lora: bool = True
     """Write each checkpoint's LoRA file, in bf16; those at multiples of `steps` stay when it goes."""
+    sqlite: bool = False
+    """Write the run's log as a SQLite file too."""
 
     def __post_init__(self) -> None:
         require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")

@@ -194,7 +194,7 @@ NODES: Mapping[str, Node] = {
         {
             "minutes": _checkpoints.minutes, "steps": _checkpoints.steps, "keep": _checkpoints.keep,
             "tensorboard": False,
-            "lora": _checkpoints.lora,
+            "lora": _checkpoints.lora, "sqlite": _checkpoints.sqlite,
         },
     ),
     "sample": Node(

@@ -5,7 +5,8 @@ passes through every state of a shorter one. So a finished run costs nothing, a 
 one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped
 (tested on the CPU; a GPU's kernels may round otherwise each time).
 
-The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/` and LoRAs in `loras/`.
+The folder holds `config.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/`, LoRAs in `loras/`
+and, where wanted, `log.sqlite`.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def execute(
         require_space(run, 4 * size_in_bytes(state) if not state.optimizer.name else size_in_bytes(state))
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
         last = max(_checkpoints(run), default=0)
-        run_log = RunLog(run.folder, state.step, last=last, tensorboard=run.tensorboard)
+        logs = {"tensorboard": run.tensorboard, "sqlite": run.saving.sqlite}
+        run_log = RunLog(run.folder, state.step, last=last, **logs)
         watch = _Watch(run, denoiser.family, on_step, run_log)
         try:
             on_start(state)

@@ -1,4 +1,5 @@
-"""The course of a run on disk: `log.jsonl`, `log.csv`, one line a step, and TensorBoard's files where wanted.
+"""The course of a run on disk: `log.jsonl`, `log.csv`, one line a step; where wanted `log.sqlite`, one row of
+its table `steps` a step, and TensorBoard's files.
 
 Lines are appended as steps are done. A run that resumes first drops the lines beyond the step it resumes
 at, and the torn line that a kill may leave, so that every step is there once.
@@ -13,7 +14,9 @@ import logging
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +130,16 @@ class RunLog:
     What it says of steps beyond the last one that is written stays up to step `last`, which has a checkpoint.
     """
 
-    def __init__(self, folder: Path, step: int, *, last: int = 0, tensorboard: bool = False) -> None:
+    def __init__(
+        self, folder: Path, step: int, *, last: int = 0, tensorboard: bool = False, sqlite: bool = False
+    ) -> None:
         self.board = _tensorboard(folder, step) if tensorboard else None
-        self.files = [
-            _File(folder / "log.jsonl", _json),
-            _File(folder / "log.csv", _csv, ",".join(FIELDS) + "\n"),
+        self.files: list[_File] = [
+            _Lines(folder / "log.jsonl", _json),
+            _Lines(folder / "log.csv", _csv, ",".join(FIELDS) + "\n"),
         ]
+        if sqlite:
+            self.files.append(_Table(folder / "log.sqlite"))
         known = read_log(self.files[0].path)
         self.later = [line for line in known if step < line["step"] <= last]
         self._append([line for line in known if line["step"] <= step])
@@ -156,25 +163,29 @@ class RunLog:
             file.append(lines, at_last=at_last)
 
 
-class _File:
-    """One file of a log, opened for each step. Lines that cannot be written wait until they can, so that
-    none is missing after a table program let go of the file, or the drive came back.
+class _File(ABC):
+    """One file of a log, opened for each step. What cannot be written waits until it can, so that no step is
+    missing after a table program let go of the file, or the drive came back.
     """
 
-    def __init__(self, path: Path, row: Callable[[Entry], str], head: str = "") -> None:
-        self.path, self.row = path, row
-        self.waiting = [head]
-        self.size: int | None = None
-        """Bytes that were written whole; None before the file was begun."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: list[Entry] = []
+        self.begun = False
         self.failed_at = -math.inf
 
     def append(self, lines: Sequence[Entry], *, at_last: bool) -> None:
         """Write what waits and `lines`; so soon after a failure they wait too, unless `at_last`."""
-        self.waiting += map(self.row, lines)
-        if not self.waiting or (not at_last and time.monotonic() < self.failed_at + AGAIN_SECONDS):
+        self.waiting += lines
+        if self.begun and not self.waiting:
+            return
+        if not at_last and time.monotonic() < self.failed_at + AGAIN_SECONDS:
             return
         try:
-            self._write("".join(self.waiting).encode("utf-8", "backslashreplace"))
+            if self.begun:
+                self.extend(self.waiting)
+            else:
+                self.begin(self.waiting)
         except OSError as error:
             if at_last:
                 log.warning("Graft: %s lacks the run's last steps (%s).", self.path, error)
@@ -186,20 +197,75 @@ class _File:
                 )
             self.failed_at = time.monotonic()
         else:
-            self.waiting, self.failed_at = [], -math.inf
+            self.waiting, self.failed_at, self.begun = [], -math.inf, True
 
-    def _write(self, text: bytes) -> None:
-        if self.size is None:
-            with whole_file(self.path) as temporary:
-                temporary.write_bytes(text)
-            self.size = len(text)
-            return
+    @abstractmethod
+    def begin(self, entries: Sequence[Entry]) -> None:
+        """Write the file anew. Raises OSError."""
+
+    @abstractmethod
+    def extend(self, entries: Sequence[Entry]) -> None:
+        """Add to the file that was begun, all or nothing. Raises OSError."""
+
+
+class _Lines(_File):
+    """A text file with a line a step."""
+
+    def __init__(self, path: Path, row: Callable[[Entry], str], head: str = "") -> None:
+        super().__init__(path)
+        self.row, self.head = row, head
+        self.size = 0
+        """Bytes that were written whole."""
+
+    def begin(self, entries: Sequence[Entry]) -> None:
+        text = self._text(entries, self.head)
+        with whole_file(self.path) as temporary:
+            temporary.write_bytes(text)
+        self.size = len(text)
+
+    def extend(self, entries: Sequence[Entry]) -> None:
         with self.path.open("ab") as file:
             file.truncate(min(self.size, file.tell()))  # without the torn line of a write that failed
             file.seek(0, os.SEEK_END)
-            file.write(text)
+            file.write(self._text(entries))
             size = file.tell()
         self.size = size
+
+    def _text(self, entries: Sequence[Entry], head: str = "") -> bytes:
+        return (head + "".join(map(self.row, entries))).encode("utf-8", "backslashreplace")
+
+
+class _Table(_File):
+    """A SQLite file with a table `steps`: a column a field, a row a step."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        instead = "switch sqlite off in Checkpoint Settings: log.csv and log.jsonl are written without it"
+        self.sqlite3 = optional("sqlite3", "the log as a SQLite file", instead)
+
+    def begin(self, entries: Sequence[Entry]) -> None:
+        self.path.with_name(f"{self.path.name}-journal").unlink(
+            missing_ok=True
+        )  # of a process that was killed
+        with whole_file(self.path) as temporary:
+            columns = ", ".join(FIELDS[1:])
+            self._insert(temporary, entries, f"CREATE TABLE steps (step INTEGER PRIMARY KEY, {columns})")
+
+    def extend(self, entries: Sequence[Entry]) -> None:
+        if not self.path.exists():
+            raise FileNotFoundError("it is gone")
+        self._insert(self.path, entries)
+
+    def _insert(self, path: Path, entries: Sequence[Entry], first: str = "") -> None:
+        row = f"INSERT OR REPLACE INTO steps VALUES ({', '.join('?' * len(FIELDS))})"
+        try:
+            with closing(self.sqlite3.connect(path, timeout=1.0)) as table, table:
+                table.execute("PRAGMA synchronous = OFF")  # a table torn by a power cut is begun anew
+                if first:
+                    table.execute(first)
+                table.executemany(row, [[line.get(name) for name in FIELDS] for line in entries])
+        except self.sqlite3.Error as error:
+            raise OSError(str(error)) from error
 
 
 def _json(line: Entry) -> str:
