@@ -81,7 +81,7 @@ class TrainingJob(io.ComfyNode):
         if job.nodes("GraftLoraSettings"):
             lora = _value(LoraSettings, job, "lora_settings", lora=lora)
         draws = clip is not None and vae is not None and bool(job.nodes("GraftSamplePrompts"))
-        text = [data.summary(dataset), f"base: {_inputs(job, 'base')['model']}, in Load Base Model"]
+        text = [data.summary(dataset), *_on_no_wire(job)]
         if assistant := job.nodes(NODES["assistant"].kind):
             name = assistant[0]["inputs"]["lora_name"]
             text.append(f"assistant LoRA: {name}, with Load LoRA onto the MODEL of Train Steps")
@@ -99,6 +99,21 @@ class TrainingJob(io.ComfyNode):
             _inputs(job, "save")["dtype"],
             ui={"text": ["\n".join(text)]},
         )
+
+
+def _on_no_wire(job: Job) -> list[str]:
+    """Return a line for each node that the file sets inputs of and no wire from here leads to."""
+    lines = []
+    for name in ("base", "encode", "save"):
+        node, given = NODES[name], _inputs(job, name)
+        changed = [
+            f"{key} {value}"
+            for key, value in given.items()
+            if value != node.inputs[key] and (name, key) not in (("save", "name"), ("save", "dtype"))
+        ]
+        if changed:
+            lines.append(f"set in {node.title}: {', '.join(changed)}")
+    return lines
 
 
 OF_A_DATASET = {

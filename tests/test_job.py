@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -14,66 +16,71 @@ from graft.training.config import ObjectiveConfig, from_dict
 from graft.training.family import FAMILIES
 from graft.training.job import compile_job, read_job
 from graft.training.job.graph import NODES
-from graft.training.job.keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS
+from graft.training.job.keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS, Beside
+from graft.training.lora_file.formats import FILE_FORMATS
 from graft.training.objective.sigmas import biased, draw_sigmas
 
 from .tiny import Flow
 
 JOBS = Path(graft.__file__).parent / "example_workflows" / "jobs"
 
+SAME = "the graph is the one without the key"
+"""Expected of a value that asks for what Graft does anyway; any other is then in REFUSED."""
+
+DDPM = ("sdxl", "xl", "v2", "ssd", "vega")
+"""model.is_...: whose noise levels ai-toolkit's timestep_type says nothing about."""
+
 HONOURED = {
-    "job": ("extension", {}),
-    "meta.name": ("[name]", {}),
-    "meta.version": ("1.0", {}),
+    "job": ("extension", SAME),
+    "meta.name": ("[name]", {"document.meta": {"name": "mine"}}),
+    "meta.version": ("1.0", {"document.meta": {"version": "1.0"}}),
     "meta.flux_warmup_steps": (5, {"optimizer.warmup_steps": 5}),
     "meta.flux_max_grad_norm": (0.5, {"optimizer.max_grad_norm": 0.5}),
     "meta.flux_seed": (7, {"train.seed": 7}),
-    "meta.flux_lora_zero_init": (True, {}),
-    "meta.flux_log_every": (9, {}),
+    "meta.flux_lora_zero_init": (True, SAME),
+    "meta.flux_log_every": (9, {"job.log_every": 9}),
     "meta.flux_checkpoint_every": (50, {"checkpoints.steps": 50}),
     "config.name": ("other", {"train.name": "other", "save.name": "other"}),
-    "config.process": (None, {}),
-    "type": ("flux_trainer", {}),
-    "training_folder": ("elsewhere", {}),
-    "device": ("cuda:1", {}),
+    "type": ("flux_trainer", SAME),
+    "training_folder": ("elsewhere", {"job.output.name": "elsewhere"}),
+    "device": ("cuda:1", {"job.device": "cuda:1"}),
     "trigger_word": ("p3r5on", {"dataset.trigger": "p3r5on"}),
-    "performance_log_every": (1000, {}),
-    "sqlite_db_path": ("./aitk_db.db", {}),
-    "logging.log_every": (1, {}),
-    "logging.use_ui_logger": (True, {}),
-    "logging.verbose": (False, {}),
-    "logging.use_wandb": (False, {}),
-    "logging.project_name": ("x", {}),
-    "logging.run_name": ("x", {}),
+    "performance_log_every": (1000, {"job.log_every": 1000}),
+    "force_recache": (True, {"encode.encode_again": True}),
+    "sqlite_db_path": ("./aitk_db.db", {"checkpoints.sqlite": True}),
+    "logging.log_every": (7, {"job.log_every": 7}),
+    "logging.use_ui_logger": (True, {"checkpoints.sqlite": True}),
+    "logging.verbose": (False, SAME),
+    "logging.use_wandb": (False, SAME),
     "network.type": ("lokr_full_rank", {"lora.algorithm": "lokr", "lora_settings.full_matrix": True}),
     "network.linear": (8, {"lora.rank": 8}),
     "network.linear_alpha": (4, {"lora.alpha": 4.0}),
     "network.conv": (16, {"lora.targets": "all"}),
     "network.dropout": (0.1, {"lora_settings.dropout": 0.1}),
-    "network.transformer_only": (True, {}),
-    "network.lokr_full_rank": (True, {}),
-    "network.lokr_factor": (-1, {"lora_settings.factor": -1}),
+    "network.transformer_only": (True, SAME),
+    "network.lokr_full_rank": (True, {"lora_settings.full_matrix": True}),
+    "network.lokr_factor": (8, {"lora_settings.factor": 8}),
     "network.network_kwargs.lr_if_contains": (
         {"attn": 0.5, "mlp": 2},
         {"lora_settings.learning_rates": "*attn* = 0.5\n*mlp* = 2"},
     ),
     "network.network_kwargs.only_if_contains": (["attn"], {"lora.include": "*attn*"}),
     "network.network_kwargs.ignore_if_contains": (["a", "b"], {"lora.exclude": "*a*\n*b*"}),
-    "network.ramp_double_blocks": (False, {}),
+    "network.ramp_double_blocks": (False, SAME),
     "save.dtype": ("float16", {"save.dtype": "fp16"}),
     "save.save_every": (250, {"checkpoints.steps": 250}),
     "save.max_step_saves_to_keep": (4, {"checkpoints.keep": 4}),
     "save.save_workflow": (False, {"save.save_workflow": False}),
-    "save.save_format": ("diffusers", {}),
-    "save.push_to_hub": (False, {}),
+    "save.save_format": ("diffusers", {"save.format": "diffusers (PEFT)"}),
+    "save.push_to_hub": (False, SAME),
     "train.batch_size": (3, {"train.batch_size": 3}),
     "train.steps": (2000, {"train.steps": 2000}),
     "train.gradient_accumulation": (4, {"optimizer.gradient_accumulation": 4}),
     "train.gradient_accumulation_steps": (4, {"optimizer.gradient_accumulation": 4}),
-    "train.train_unet": (True, {}),
+    "train.train_unet": (True, SAME),
     "train.train_text_encoder": (True, {"lora.text_encoder": 1.0}),
     "train.gradient_checkpointing": (True, {"memory.checkpointing": "block"}),
-    "train.noise_scheduler": ("flowmatch", {}),
+    "train.noise_scheduler": ("flowmatch", {"objective.sigmas": "sigmoid"}),
     "train.optimizer": ("adamw8bit", {"optimizer.optimizer": "adamw8bit"}),
     "train.optimizer_params.weight_decay": (0.1, {"optimizer.weight_decay": 0.1}),
     "train.optimizer_params.d_coef": (2, {"optimizer.d_coef": 2.0}),
@@ -87,50 +94,43 @@ HONOURED = {
     "train.max_grad_norm": (0.5, {"optimizer.max_grad_norm": 0.5}),
     "train.seed": (42, {"train.seed": 42}),
     "train.skip_first_sample": (True, {"sample.before_training": False}),
-    "train.disable_sampling": (False, {}),
-    "train.force_first_sample": (False, {}),
-    "train.unload_text_encoder": (False, {}),
-    "train.cache_text_embeddings": (True, {}),
-    "train.linear_timesteps": (False, {}),
+    "train.disable_sampling": (True, {"nodes.GraftSamplePrompts": 0}),
+    "train.force_first_sample": (False, SAME),
+    "train.unload_text_encoder": (False, SAME),
+    "train.cache_text_embeddings": (True, SAME),
+    "train.linear_timesteps": (False, SAME),
     "train.timestep_type": ("sigmoid", {"objective.sigmas": "sigmoid", "objective.shift": 1.0}),
     "train.content_or_style": ("style", {"objective.bias": -math.log2(3)}),
-    "train.switch_boundary_every": (1, {}),
-    "train.diff_output_preservation": (False, {}),
-    "train.diff_output_preservation_multiplier": (1.0, {}),
-    "train.diff_output_preservation_class": ("person", {}),
-    "train.blank_prompt_preservation": (False, {}),
-    "train.blank_prompt_preservation_multiplier": (1.0, {}),
+    "train.switch_boundary_every": (1, SAME),
+    "train.diff_output_preservation": (False, SAME),
+    "train.blank_prompt_preservation": (False, SAME),
     "train.do_differential_guidance": (True, {"objective.differential_guidance": 3.0}),
-    "train.differential_guidance_scale": (2, {}),
-    "train.do_guidance_loss": (False, {}),
-    "train.guidance_loss_target": (4, {}),
-    "train.audio_loss_multiplier": (1, {}),
+    "train.differential_guidance_scale": (2, {"objective.differential_guidance": 2.0}),
+    "train.do_guidance_loss": (False, SAME),
+    "train.audio_loss_multiplier": (1, SAME),
     "train.loss_type": ("mae", {"objective.loss": "l1"}),
     "train.noise_offset": (0.05, {"objective.noise_offset": 0.05}),
     "train.min_snr_gamma": (5, {"objective.weighting": "min-snr", "objective.min_snr_gamma": 5.0}),
     "train.ema_config.use_ema": (True, {"optimizer.ema_decay": 0.999}),
     "train.ema_config.ema_decay": (0.999, {"optimizer.ema_decay": 0.999}),
     "train.dtype": ("bf16", {"memory.precision": "bf16"}),
-    "train.bypass_guidance_embedding": (False, {}),
+    "train.bypass_guidance_embedding": (False, SAME),
     "train.use_layer_streaming": (True, {"memory.base": "offload"}),
     "model.name_or_path": ("b.safetensors", {"base.model": "b.safetensors"}),
-    "model.arch": ("flux", {}),
-    "model.is_flux": (True, {}),
-    "model.is_v3": (True, {}),
-    "model.is_sd3": (True, {}),
-    "model.is_sdxl": (True, {}),
-    "model.is_xl": (True, {}),
-    **{f"model.is_{name}": (True, {}) for name in ("v2", "ssd", "vega", "lumina2")},
-    "model.is_auraflow": (False, {}),
+    "model.arch": ("flux", {"objective.sigmas": "sigmoid"}),
+    **{
+        f"model.is_{name}": (True, {"objective.sigmas": "sigmoid", "objective.shift": 1.0})
+        for name in ("flux", "v3", "sd3", "lumina2")
+    },
+    **{f"model.is_{name}": (True, {"nodes.GraftObjectiveSettings": 0}) for name in DDPM},
+    "model.is_auraflow": (False, SAME),
     "model.quantize": (True, {"memory.base": "fp8"}),
-    "model.qtype": ("uint4", {}),
-    "model.quantize_te": (False, {}),
-    "model.qtype_te": ("qfloat8", {}),
+    "model.qtype": ("nf4", {"memory.base": "nf4"}),
+    "model.quantize_te": (False, SAME),
     "model.layer_offloading": (True, {"memory.base": "offload"}),
-    "model.layer_offloading_transformer_percent": (1.0, {}),
-    "model.layer_offloading_text_encoder_percent": (0.5, {}),
-    "model.model_kwargs": ({}, {}),
-    "model.block_compile": (True, {}),
+    "model.layer_offloading_transformer_percent": (1.0, SAME),
+    "model.model_kwargs": ({}, SAME),
+    "model.block_compile": (True, {"memory.compile": True}),
     "model.compile": (True, {"memory.compile": True}),
     "model.low_vram": (True, {"memory.base": "offload"}),
     "model.assistant_lora_path": ("turbo.safetensors", {"assistant.lora_name": "turbo.safetensors"}),
@@ -143,21 +143,56 @@ HONOURED = {
     "sample.sample_every": (250, {"sample.every": 250}),
     "sample.width": (512, {"sample.width": 512}),
     "sample.height": (768, {"sample.height": 768}),
-    "sample.sample_start_step": (0, {}),
+    "sample.sample_start_step": (0, SAME),
     "sample.prompts": (["a", "b"], {"sample.prompts": "a\nb"}),
     "sample.samples": ([{"prompt": "a", "neg": ""}, {"prompt": "b"}], {"sample.prompts": "a\nb"}),
-    "sample.num_frames": (1, {}),
-    "sample.fps": (16, {}),
+    "sample.num_frames": (1, SAME),
     "sample.neg": ("ugly", {"sample.negative": "ugly"}),
     "sample.seed": (42, {"sample.seed": 42}),
     "sample.walk_seed": (True, {"sample.walk_seed": True}),
     "sample.guidance_scale": (4, {"sample.cfg": 4.0}),
     "sample.sample_steps": (25, {"sample.steps": 25}),
-    "tread.enabled": (False, {}),
+    "tread.enabled": (False, SAME),
 }
 """Key -> (value, what it sets)."""
 
+NEEDED = {
+    "network.lokr_full_rank": {"network.type": "lokr"},
+    "network.lokr_factor": {"network.type": "lokr"},
+    "train.disable_sampling": {"sample.prompts": ["a cat"]},
+    "train.skip_first_sample": {"sample.prompts": ["a cat"]},
+    "train.optimizer_params.d_coef": {"train.optimizer": "prodigy"},
+    "train.lr_scheduler_params.num_cycles": {"train.lr_scheduler": "cosine_with_restarts"},
+    "train.lr_scheduler_params.power": {"train.lr_scheduler": "polynomial"},
+    "train.differential_guidance_scale": {"train.do_differential_guidance": True},
+    "model.qtype": {"model.quantize": True},
+    **{f"model.is_{name}": {"train.timestep_type": "linear"} for name in DDPM},
+    **{key: {"sample.prompts": ["a cat"]} for key in KEYS if key.startswith("sample.")},
+    "sample.prompts": {},
+    "sample.samples": {},
+}
+"""Key -> others that it has an effect beside."""
+
+HARMLESS = {
+    "logging.project_name": ("x", {"logging.use_wandb": False}),
+    "logging.run_name": ("x", {"logging.use_wandb": False}),
+    "train.diff_output_preservation_multiplier": (1.0, {"train.diff_output_preservation": False}),
+    "train.diff_output_preservation_class": ("person", {"train.diff_output_preservation": False}),
+    "train.blank_prompt_preservation_multiplier": (1.0, {"train.blank_prompt_preservation": False}),
+    "train.guidance_loss_target": (4, {"train.do_guidance_loss": False}),
+    "model.qtype_te": ("qfloat8", {"model.quantize_te": False}),
+    "model.layer_offloading_text_encoder_percent": (0.5, {"model.layer_offloading": True}),
+    "sample.fps": (16, {"sample.num_frames": 1}),
+}
+"""Keys that change nothing -> (value, the switch that they belong to): where that is off, they say nothing in
+ai-toolkit either, and where it is on it is refused. (Text encoders are on the host while Graft trains.)"""
+
 REFUSED = {
+    "job": "serve",
+    "type": "slider",
+    "logging.verbose": True,
+    "train.switch_boundary_every": 10,
+    "train.audio_loss_multiplier": 2,
     "meta.flux_clip_tokenizer": "x",
     "meta.flux_t5_tokenizer": "x",
     "meta.flux_lora_zero_init": False,
@@ -219,36 +254,36 @@ DATASET = {
     "caption_ext": ("txt", {"dataset_settings.captions_from": "txt"}),
     "caption_dropout_rate": (0.05, {"dataset.caption_dropout": 0.05}),
     "shuffle_tokens": (True, {"dataset_settings.shuffle_tags": True}),
-    "cache_latents": (True, {}),
-    "cache_latents_to_disk": (True, {}),
+    "cache_latents": (True, SAME),
+    "cache_latents_to_disk": (True, SAME),
     "resolution": ([512, 768], {"dataset.resolution": "512, 768"}),
-    "force_recache": (True, {}),
+    "force_recache": (True, {"encode.encode_again": True}),
     "num_repeats": (3, {"dataset.repeats": 3}),
     "flip_x": (True, {"dataset.flip": True}),
     "is_reg": (True, {"dataset_settings.regularisation": True}),
     "trigger_word": ("xyz", {"dataset.trigger": "xyz"}),
-    "default_caption": ("", {}),
-    "mask_path": ("", {}),
+    "default_caption": ("", SAME),
+    "mask_path": ("", SAME),
     "mask_min_value": (0.1, {"dataset_settings.outside_mask": 0.1}),
     "alpha_mask": (True, {"dataset_settings.masks": "alpha"}),
-    "invert_mask": (False, {}),
-    "network_weight": (1.0, {}),
-    "flip_y": (False, {}),
-    "batch_size": (None, {}),
-    "controls": ([], {}),
-    "control_path": (None, {}),
-    "control_path_1": (None, {}),
-    "control_path_2": (None, {}),
-    "control_path_3": (None, {}),
-    "num_frames": (1, {}),
-    "do_i2v": (False, {}),
-    "do_audio": (False, {}),
-    "auto_frame_count": (False, {}),
-    "shrink_video_to_frames": (True, {}),
-    "fps": (24, {}),
-    "audio_normalize": (True, {}),
-    "audio_preserve_pitch": (True, {}),
+    "invert_mask": (False, SAME),
+    "network_weight": (1.0, SAME),
+    "flip_y": (False, SAME),
+    "batch_size": (None, SAME),
+    "controls": ([], SAME),
+    "control_path": (None, SAME),
+    "control_path_1": (None, SAME),
+    "control_path_2": (None, SAME),
+    "control_path_3": (None, SAME),
+    "num_frames": (1, SAME),
+    "do_i2v": (False, SAME),
+    "do_audio": (False, SAME),
+    "auto_frame_count": (False, SAME),
+    "audio_normalize": (False, SAME),
+    "audio_preserve_pitch": (False, SAME),
 }
+
+DATASET_HARMLESS = {"shrink_video_to_frames": (True, {"num_frames": 1}), "fps": (24, {"num_frames": 1})}
 
 DATASET_REFUSED = {
     "cache_latents": False,
@@ -261,8 +296,13 @@ DATASET_REFUSED = {
     "batch_size": 2,
     "controls": ["depth"],
     "control_path": "x",
+    **{f"control_path_{i}": "x" for i in (1, 2, 3)},
     "num_frames": 16,
     "do_i2v": True,
+    "do_audio": True,
+    "auto_frame_count": True,
+    "audio_normalize": True,
+    "audio_preserve_pitch": True,
 }
 
 AI_TOOLKIT = """
@@ -282,7 +322,7 @@ config:
       save:
         {dtype: bf16, save_every: 250, max_step_saves_to_keep: 4, save_format: diffusers, push_to_hub: false}
       datasets:
-        - {folder_path: /data/cats, mask_path: null, mask_min_value: 0.1, default_caption: '',
+        - {folder_path: cats, mask_path: null, mask_min_value: 0.1, default_caption: '',
            caption_ext: txt, caption_dropout_rate: 0.05, cache_latents_to_disk: false, is_reg: false,
            network_weight: 1, resolution: [512, 768, 1024], controls: [], shrink_video_to_frames: true,
            num_frames: 1, flip_x: false, flip_y: false, num_repeats: 1}
@@ -318,18 +358,21 @@ AI_TOOLKIT_REFUSED = {
 
 
 def document(key="", value=None, **dataset):
-    """The least that a job needs, and one key more."""
+    """The least that a job needs, and one key more with those that it has an effect beside."""
     process = {
         "type": "sd_trainer",
         "datasets": [{"folder_path": "images", **dataset}],
         "model": {"name_or_path": "base.safetensors"},
     }
     whole = {"config": {"name": "mine", "process": [process]}}
-    if (key.startswith("sample.") and key != "sample.samples") or key == "train.skip_first_sample":
-        process["sample"] = {"prompts": ["a cat"]}
-    if key and value is not None:
+    return put(whole, NEEDED.get(key, {}) | ({key: value} if key and value is not None else {}))
+
+
+def put(whole, values):
+    """The document with these keys set."""
+    for key, value in values.items():
         *path, last = key.split(".")
-        place = whole if key in ROOT_KEYS else process
+        place = whole if key in ROOT_KEYS else whole["config"]["process"][0]
         for name in path:
             place = place.setdefault(name, {})
         place[last] = value
@@ -337,20 +380,55 @@ def document(key="", value=None, **dataset):
 
 
 def setting(job, target):
+    """What a job has under "node.input", "job.attribute", "document.key", or how many "nodes.Kind" it has."""
     node, _, name = target.partition(".")
-    return job.nodes(NODES[node].kind)[0]["inputs"][name]
+    if node == "job":
+        return attrgetter(name)(job)
+    if node == "document":
+        return job.document.get(name)
+    return len(job.nodes(name)) if node == "nodes" else job.nodes(NODES[node].kind)[0]["inputs"][name]
+
+
+def assert_honoured(job, expected, without):
+    """The job has all that is expected, of which the one without the key has at least something otherwise."""
+    if expected is SAME:
+        assert replace(job, document={}) == replace(without, document={})
+        return
+    assert {target: setting(job, target) for target in expected} == expected
+    assert job != without
 
 
 def test_the_tables_of_this_test_are_complete():
-    assert HONOURED.keys() | REFUSED.keys() == ROOT_KEYS.keys() | KEYS.keys()
-    assert DATASET.keys() == DATASET_KEYS.keys()
+    known = HONOURED.keys() | REFUSED.keys() | HARMLESS.keys() | {"config.process"}
+    assert known == ROOT_KEYS.keys() | KEYS.keys()
+    assert DATASET.keys() | DATASET_HARMLESS.keys() == DATASET_KEYS.keys()
+
+
+def test_a_key_that_changes_nothing_is_refused_with_another_value_or_harmless_for_a_reason():
+    for honoured, refused in ((HONOURED, REFUSED), (DATASET, DATASET_REFUSED)):
+        assert {key for key, (_, expected) in honoured.items() if expected is SAME} <= refused.keys()
+    for table, harmless in ((KEYS, HARMLESS), (DATASET_KEYS, DATASET_HARMLESS)):
+        reasons = {key: read for key, read in table.items() if isinstance(read, Beside)}
+        assert reasons.keys() == harmless.keys() and all(read.why for read in reasons.values())
+        assert all([read.switch] == list(harmless[key][1]) for key, read in reasons.items())
 
 
 @pytest.mark.parametrize("key", HONOURED)
 def test_a_key_of_the_layout_is_honoured(key, tmp_path):
     value, expected = HONOURED[key]
-    job = compile_job(document(key, value), tmp_path)
-    assert {target: setting(job, target) for target in expected} == expected
+    without = compile_job(put(document(), NEEDED.get(key, {})), tmp_path)
+    assert_honoured(compile_job(document(key, value), tmp_path), expected, without)
+
+
+@pytest.mark.parametrize("key", HARMLESS)
+def test_a_harmless_key_changes_nothing_beside_its_switch_and_is_refused_without(key, tmp_path):
+    value, switch = HARMLESS[key]
+    needed = NEEDED.get(key, {}) | switch
+    both = compile_job(put(document(), needed | {key: value}), tmp_path)
+    assert both.prompt == compile_job(put(document(), needed), tmp_path).prompt
+    with pytest.raises(ValueError, match=rf"^{key}: .* has no effect without {next(iter(switch))}: "):
+        compile_job(document(key, value), tmp_path)
+    assert switch == {"model.layer_offloading": True} or REFUSED.keys() >= switch.keys()
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -362,8 +440,19 @@ def test_a_key_that_cannot_be_honoured_is_refused_by_name(key, tmp_path):
 @pytest.mark.parametrize("key", DATASET)
 def test_a_key_of_a_dataset_is_honoured(key, tmp_path):
     value, expected = DATASET[key]
-    job = compile_job(document(**{key: value}), tmp_path)
-    assert {target: setting(job, target) for target in expected} == expected
+    without = compile_job(document(), tmp_path)
+    assert_honoured(compile_job(document(**{key: value}), tmp_path), expected, without)
+
+
+@pytest.mark.parametrize("key", DATASET_HARMLESS)
+def test_a_harmless_key_of_a_dataset_is_refused_without_its_switch(key, tmp_path):
+    value, switch = DATASET_HARMLESS[key]
+    assert (
+        compile_job(document(**switch, **{key: value}), tmp_path).prompt
+        == compile_job(document(), tmp_path).prompt
+    )
+    with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: .* has no effect without datasets"):
+        compile_job(document(**{key: value}), tmp_path)
 
 
 @pytest.mark.parametrize("key", DATASET_REFUSED)
@@ -414,21 +503,41 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(key, value, near, tm
     assert str(error.value).startswith(f"{key}: unknown") and near in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("low_vram", "'model.low_vram'"),
+        ("model.max_grad_norm", "'train.max_grad_norm'"),
+        ("train.lr_warmup_steps", "'train.lr_scheduler_params.num_warmup_steps'"),
+        ("model.clip_path", "'clip_l_path'"),
+        ("network.rank", "'linear'"),
+    ],
+)
+def test_a_refusal_names_the_nearest_keys_in_place_or_elsewhere_and_not_all(key, near, tmp_path):
+    with pytest.raises(ValueError) as error:
+        compile_job(document(key, 5), tmp_path)
+    hint = str(error.value).removeprefix(f"{key}: unknown setting. Did you mean ")
+    assert near in hint and len(hint.split(" or ")) <= 3 and "known:" not in hint
+
+
+@pytest.mark.parametrize("value", [False, None, "", [], {}, {"enabled": False, "project": None}])
+@pytest.mark.parametrize("key", ["train.xformers", "model.cpu_offload", "advanced", "logging.wandb_project"])
+def test_an_unknown_key_that_asks_for_nothing_is_harmless(key, value, tmp_path):
+    whole = put(document(), {key: value})
+    assert compile_job(whole, tmp_path).prompt == compile_job(document(), tmp_path).prompt
+    with pytest.raises(ValueError, match=f"{key}: unknown setting"):
+        compile_job(document(key, {"enabled": True}), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["train.gradient_chekpointing", "save.save_workflw", "trian"])
+def test_a_misspelt_key_is_refused_also_where_it_is_off(key, tmp_path):
+    with pytest.raises(ValueError, match=rf"^{key}: unknown setting\. Did you mean"):
+        compile_job(put(document(), {key: False}), tmp_path)
+
+
 def test_an_unknown_key_of_a_dataset_says_which_dataset(tmp_path):
     with pytest.raises(ValueError, match=r"datasets\[0\]\.caption_extt: .* Did you mean 'caption_ext'"):
         compile_job(document(caption_extt="txt"), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["device", "performance_log_every", "training_folder", "meta.version"])
-def test_what_concerns_no_node_is_kept_for_the_command_line(name, tmp_path):
-    job = compile_job(document(name, HONOURED[name][0]), tmp_path)
-    found = {
-        "device": job.device == "cuda:1",
-        "performance_log_every": job.log_every == 1000,
-        "training_folder": job.output == tmp_path / "elsewhere",
-        "meta.version": job.document.get("meta") == {"version": "1.0"},
-    }
-    assert found[name]
 
 
 def test_keys_that_contradict_one_another_are_refused(tmp_path):
@@ -442,6 +551,145 @@ def test_keys_that_contradict_one_another_are_refused(tmp_path):
     flux["config"]["process"][0]["model"]["arch"] = "flux"
     with pytest.raises(ValueError, match="noise_scheduler: 'ddpm' does not go with"):
         compile_job(flux, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"train.optimizer": "adafactor", "train.optimizer_params.betas": [0.8, 0.99]},
+            "train.optimizer_params.betas: beta1 0.8 has no effect with optimizer adafactor. Remove the key.",
+        ),
+        (
+            {"train.optimizer": "lion", "train.optimizer_params.eps": "1e-6"},
+            "train.optimizer_params.eps: eps 1e-06 has no effect with optimizer lion. Remove the key.",
+        ),
+        (
+            {"train.lr_scheduler": "cosine", "train.lr_scheduler_params.num_cycles": 3},
+            "train.lr_scheduler_params.num_cycles: cycles 3 has no effect with schedule cosine; it is for "
+            "restarts. Remove the key.",
+        ),
+        (
+            {"network.lokr_factor": 8},
+            "network.lokr_factor: factor 8 has no effect with algorithm lora; it is for lokr. Remove the "
+            "key.",
+        ),
+        ({"model.qtype": "nf4"}, "model.qtype: needs model.quantize: true."),
+        (
+            {"train.differential_guidance_scale": 2},
+            "train.differential_guidance_scale: needs train.do_differential_guidance: true.",
+        ),
+        (
+            {"save.save_format": "diffusers", "network.type": "lokr"},
+            "save.save_format: 'diffusers' is not possible: diffusers knows plain LoRA only, and "
+            "network.type is lokr. Set it to safetensors.",
+        ),
+        (
+            {"logging.log_every": 5, "performance_log_every": 10},
+            "logging.log_every: 5 and performance_log_every: 10 ask for different things; keep one. The log "
+            "files have every step.",
+        ),
+    ],
+)
+def test_a_key_without_effect_beside_the_others_is_refused(keys, message, tmp_path):
+    with pytest.raises(ValueError) as error:
+        compile_job(put(document(), keys), tmp_path)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_diffusers_names_are_refused_before_training_for_a_family_without_any(arch, tmp_path):
+    job = put(document(), {"save.save_format": "diffusers", "model.arch": arch})
+    if FAMILIES[ARCHITECTURES[arch]].export:
+        assert setting(compile_job(job, tmp_path), "save.format") in FILE_FORMATS
+    else:
+        with pytest.raises(ValueError, match="has no diffusers names here. Set it to safetensors"):
+            compile_job(job, tmp_path)
+
+
+def test_what_ai_toolkit_writes_beside_every_type_of_network_is_no_error(tmp_path):
+    network = {"linear": 32, "linear_alpha": 32, "lokr_full_rank": True, "lokr_factor": -1}
+    for kind in ("lora", "lokr"):
+        job = compile_job(put(document(), {"network": {"type": kind, **network}}), tmp_path)
+        assert setting(job, "lora.rank") == 32
+
+
+def test_the_log_of_every_step_is_printed_as_often_as_performance_log_every_says(tmp_path):
+    both = put(document(), {"logging.log_every": 1, "performance_log_every": 10})
+    assert compile_job(both, tmp_path).log_every == 10
+
+
+def test_one_dataset_that_is_to_be_encoded_again_is(tmp_path):
+    sets = [{"folder_path": "a"}, {"folder_path": "b", "force_recache": True}]
+    job = document()
+    job["config"]["process"][0]["datasets"] = sets
+    assert setting(compile_job(job, tmp_path), "encode.encode_again") is True
+    sets[1]["force_recache"] = False
+    assert setting(compile_job(job, tmp_path), "encode.encode_again") is False
+
+
+ERIDIFFUSION = """
+model:
+  name_or_path: "base.safetensors"
+  is_sdxl: true
+
+network:
+  type: "lora"
+  linear: 16  # LoRA rank
+  linear_alpha: 16
+
+train:
+  batch_size: 1
+  steps: 2000
+  gradient_accumulation: 4
+  lr: 1e-4
+  optimizer: "adamw8bit"
+  gradient_checkpointing: true
+"""
+"""The example of EriDiffusion's README."""
+
+
+def test_a_file_in_the_layout_of_eridiffusions_readme_is_the_same_job(tmp_path):
+    file = tmp_path / "sdxl_lora.yaml"
+    file.write_text(ERIDIFFUSION)
+    with pytest.raises(ValueError, match=r"sdxl_lora\.yaml: datasets: expected a list with at least one"):
+        read_job(file)
+    file.write_text(ERIDIFFUSION + "datasets: [{folder_path: images}]\nmeta: {version: '1.0'}\n")
+    values = yaml.safe_load(file.read_text())
+    del values["meta"]
+    process = {"type": "sd_trainer", **values}
+    same = {"config": {"name": "sdxl_lora", "process": [process]}, "meta": {"version": "1.0"}}
+    assert read_job(file).prompt == compile_job(same, tmp_path).prompt
+    named = compile_job({**yaml.safe_load(file.read_text()), "name": "cats"}, tmp_path)
+    assert named.name == "cats" and setting(named, "optimizer.gradient_accumulation") == 4
+    with pytest.raises(ValueError, match=r"network\.liner: unknown setting\. Did you mean 'linear'"):
+        compile_job(values | {"network": {"liner": 4}}, tmp_path, name="x")
+
+
+@pytest.mark.parametrize("name", ["/path/to/images/folder", "./pictures", "~/no such folder"])
+def test_a_folder_that_is_not_there_is_named_with_all_other_errors(name, tmp_path):
+    with pytest.raises(ValueError, match="2 problems:") as error:
+        compile_job(document("train.steps", "many", folder_path=name), tmp_path)
+    assert "train.steps: expected a number" in str(error.value)
+    assert "does not exist; give the folder of your images" in str(error.value)
+
+
+def test_a_dataset_that_comfyui_may_have_is_asked_for(tmp_path):
+    asked = []
+
+    def has_dataset(name):
+        asked.append(name)
+        return name == "cats"
+
+    compile_job(document(folder_path="cats"), tmp_path, has_dataset=has_dataset)
+    with pytest.raises(ValueError, match=r"datasets\[0\]\.folder_path: dogs does not exist, neither beside"):
+        compile_job(document(folder_path="dogs"), tmp_path, has_dataset=has_dataset)
+    (tmp_path / "dogs").mkdir()
+    compile_job(document(folder_path="dogs"), tmp_path, has_dataset=has_dataset)
+    assert asked == ["cats", "dogs"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; give the folder that it lies in"):
+        compile_job(document(folder_path="file"), tmp_path)
 
 
 def test_the_guidance_scale_of_flux_is_its_distilled_one(tmp_path):
@@ -557,7 +805,8 @@ def test_a_guidance_embedding_can_be_bypassed_only_where_there_is_none(tmp_path)
 
 
 def test_what_goes_into_the_lora_names_no_folder(tmp_path):
-    whole = document("save", {"save_workflow": True}, folder_path="/home/anna/cats/")
+    (tmp_path / "anna" / "cats").mkdir(parents=True)
+    whole = document("save", {"save_workflow": True}, folder_path=f"{tmp_path}/anna/cats/")
     (tmp_path / "b.safetensors").touch()
     process = whole["config"]["process"][0]
     process |= {"training_folder": r"C:\Users\anna\out", "sqlite_db_path": "/home/anna/x.db"}

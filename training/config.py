@@ -14,7 +14,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -410,21 +410,20 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
     """Build the config dataclass `kind` from nested dicts.
 
-    Raises ValueError naming an unknown key's full path and the nearest known one, or a wrongly typed value's.
+    Raises ValueError naming an unknown key's full path and the nearest known ones, or the path of a wrongly
+    typed value.
     """
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
-            raise unknown_key(key, hints, where=where)
+            raise unknown_key(key, difflib.get_close_matches(key, list(hints)), where=where)
     return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
 
 
-def unknown_key(key: str, known: Iterable[str], *, where: str = "") -> ValueError:
-    """Return the error that names a key that is not one of `known`, and the nearest that is."""
-    names = list(known)
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{where}{key}: unknown setting; known: {', '.join(names)}.{hint}")
+def unknown_key(key: str, near: Sequence[str], *, where: str = "") -> ValueError:
+    """Return the error that names a key that is not known, and those that may be meant."""
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return ValueError(f"{where}{key}: unknown setting.{hint}")
 
 
 def digest(*parts: Any) -> str:

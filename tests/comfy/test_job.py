@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 from safetensors import safe_open
 
 import graft
+from graft.tests.test_job import ERIDIFFUSION
 from graft.training.headless import launch
 from graft.training.headless.export import as_text
 from graft.training.headless.train import extra_data
@@ -100,6 +104,46 @@ def test_an_assistant_lora_is_on_the_model_while_training(execute, base):
     loras.mkdir(parents=True, exist_ok=True)
     assistant = saved.rename(loras / "assistant.safetensors")
     assert first_loss(assistant_lora_path=assistant.name) != alone
+
+
+def test_the_example_of_eridiffusions_readme_trains(execute, base):
+    job = yaml.safe_load(ERIDIFFUSION)
+    images(base / "input" / "job images")
+    job |= {"name": "eri", "datasets": [{"folder_path": "job images", "resolution": 64}]}
+    job["model"]["name_or_path"] = "graft_tiny_sd3.safetensors"
+    job["train"]["steps"] = 2
+    execute(compile_job(job, base / "elsewhere").prompt)
+    with safe_open(base / "output" / "loras" / "eri.safetensors", "pt") as file:
+        assert {len(file.get_tensor(key)) for key in file.keys() if "lora_down" in key} == {16}
+    (log,) = (base / "output" / "graft").glob("eri-*/log.jsonl")
+    assert steps(log) == [1, 2]
+
+
+def test_options_of_a_job_take_effect_where_it_runs(execute, base):
+    """force_recache, save_format and sqlite_db_path."""
+    more = {
+        "network": {"linear": 2},
+        "train": {"steps": 2, "optimizer": "adamw"},
+        "save": {"save_format": "diffusers"},
+        "sqlite_db_path": "./aitk_db.db",
+    }
+    job = small(base / "input" / "job images", **more)
+    job["config"]["name"] = "options"
+
+    def written(again):
+        job["config"]["process"][0]["datasets"][0] |= {"folder_path": "job images", "force_recache": again}
+        execute(compile_job(job, base / "elsewhere").prompt)
+        files = (base / "output" / "graft" / "cache").rglob("*.safetensors")
+        return {file: file.stat().st_ino for file in files}
+
+    first, kept, again = written(False), written(False), written(True)
+    assert first == kept and any(again[file] != number for file, number in first.items())
+    (saved,) = (base / "output").rglob("options.safetensors")
+    with safe_open(saved, "pt") as file:
+        assert all(key.endswith(("lora_A.weight", "lora_B.weight")) for key in file.keys())
+    (table,) = (base / "output" / "graft").glob("options-*/log.sqlite")
+    with closing(sqlite3.connect(table)) as opened:
+        assert opened.execute("SELECT step FROM steps").fetchall() == [(1,), (2,)]
 
 
 def test_a_job_file_stays_out_of_the_lora_with_the_workflow(execute, base):

@@ -63,6 +63,19 @@ def test_regularisation_images_have_the_share_that_the_command_line_gives_them(b
     assert visits == {0: 20, 1: 20}
 
 
+def test_the_node_names_what_no_wire_carries(base, job):
+    process = job["config"]["process"][0]
+    process["datasets"][0]["force_recache"] = True
+    process |= {"network": {}, "save": {"save_format": "diffusers", "save_workflow": False}}
+    (base / "input" / "wired.yaml").write_text(json.dumps(job))
+    lines = TrainingJob.execute("wired.yaml").ui["text"][0].splitlines()
+    assert lines[1:] == [
+        "set in Load Base Model: model graft_tiny_sd3.safetensors",
+        "set in Encode Dataset: encode_again True",
+        "set in Save LoRA: save_workflow False, format diffusers (PEFT)",
+    ]
+
+
 @pytest.mark.parametrize(
     "name", ["../job.yaml", "/etc/passwd", "wired", "nothing.yaml", "", "a\0.yaml", "out.yaml"]
 )

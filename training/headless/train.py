@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train the job and return the exit code. Raises ValueError or OSError for what the user can mend."""
-    job = read_job(args.job)
+    job = read_job(args.job, has_dataset=in_input_folder)
     comfyui = find_comfyui()
     with tempfile.TemporaryDirectory(prefix="graft-train-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
@@ -62,6 +62,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{error}\nComfyUI's own words are in {log}.") from error
     say(f"Done: {job.output / 'loras' / job.name}.safetensors")
     return 0
+
+
+def in_input_folder(name: str) -> bool:
+    """Return whether ComfyUI's input folder, whose folders `files` registers, has a dataset of this name."""
+    return (find_comfyui() / "input" / name).is_dir()
 
 
 def train(comfy: Server, job: Job, on_event: OnEvent) -> None:

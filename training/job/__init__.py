@@ -1,6 +1,7 @@
 """A job file (YAML), in the layout of EriDiffusion and ai-toolkit, as a graph of Graft's nodes.
 
-The rule: every key of a file is either honoured or refused by name, with the nearest known one or the reason.
+The rule: every key of a file is either honoured or refused by name, with the nearest known ones or the
+reason. Only a key that is off or empty, and so asks for nothing, may be unknown.
 `keys.py` says what each key sets, `rules.py` what several decide together and `graph.py` what the
 graph is, so that the command line, the Training Job node and an exported graph all do the same.
 """
@@ -8,17 +9,29 @@ graph is, so that the command line, the Training Job node and an exported graph 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..config import unknown_key
-from .graph import Prompt, graph_of, of_kind
-from .keys import DATASET_KEYS, KEYS, ROOT_KEYS, TEXT_ENCODERS, Read, Settings
+from ..idle_settings import idle_settings
+from .graph import NODES, Prompt, graph_of, of_kind
+from .keys import (
+    DATASET_KEYS,
+    KEYS,
+    OTHER_NAMES,
+    ROOT_KEYS,
+    TEXT_ENCODERS,
+    Beside,
+    Read,
+    Settings,
+    is_off,
+)
 from .rules import RULES
 
 DATASETS = "graft_datasets"
@@ -49,8 +62,17 @@ class Job:
         return [self.prompt[number] for number in of_kind(self.prompt, kind)]
 
 
-def read_job(path: Path) -> Job:
-    """Read the job file `path`. Paths in it are relative to its folder.
+HasDataset = Callable[[str], bool]
+"""Whether ComfyUI has a dataset of this name."""
+
+
+def maybe(name: str) -> bool:
+    """Leave it to ComfyUI whether there is such a dataset."""
+    return True
+
+
+def read_job(path: Path, has_dataset: HasDataset = maybe) -> Job:
+    """Read the job file `path`. Paths in it are relative to its folder; `has_dataset` is asked for others.
 
     Raises ValueError for YAML that cannot be read, a key that is not known, and a value that cannot be used.
     """
@@ -61,32 +83,44 @@ def read_job(path: Path) -> Job:
     except RecursionError:
         raise ValueError(f"{path.name}: its lists lie too deep within one another.") from None
     if not isinstance(document, dict):
-        raise ValueError(f"{path.name}: expected 'job:' and 'config:'; see example_workflows/jobs.")
+        raise ValueError(
+            f"{path.name}: expected 'job:' and 'config:', or 'model:', 'datasets:' and 'train:'; see "
+            "example_workflows/jobs."
+        )
     try:
-        return compile_job(document, path.resolve().parent)
+        return compile_job(document, path.resolve().parent, name=path.stem, has_dataset=has_dataset)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
-def compile_job(document: Mapping[str, Any], folder: Path) -> Job:
+def compile_job(
+    document: Mapping[str, Any], folder: Path, *, name: str = "", has_dataset: HasDataset = maybe
+) -> Job:
     """Return the job that the parsed file `document` in `folder` asks for.
+
+    `name` is the run's where the file has the layout without `config` and gives none.
 
     Raises one ValueError for everything in the file that cannot be had, a line each.
     """
     refusals: list[str] = []
-    settings = _settings(document, ROOT_KEYS, refusals)
+    whole = _with_config(document, name)
+    origin: dict[str, str] = {}
+    settings = _settings(whole, ROOT_KEYS, refusals, origin)
     inputs: dict[str, dict[str, Any]] = {}
     sets: list[Settings] = []
-    places = _Places(folder)
+    places = _Places(folder, has_dataset)
     with _noted(refusals):
-        process, datasets = _parts(document)
-        settings = _settings(process, KEYS, refusals, before=settings)
+        process, datasets = _parts(whole)
+        settings = _settings(process, KEYS, refusals, origin, before=settings)
         for i, entry in enumerate(datasets):
-            sets.append(_settings(entry, DATASET_KEYS, refusals, f"datasets[{i}]."))
+            sets.append(_settings(entry, DATASET_KEYS, refusals, {}, f"datasets[{i}]."))
+            if again := sets[-1].pop("encode.encode_again", None):  # all are encoded by one node
+                settings["encode.encode_again"] = again
         _require(settings, "run.name", "config.name", "the name of the run", refusals)
         _require(settings, "run.type", "type", "sd_trainer", refusals)
         _require(settings, "base.model", "model.name_or_path", "the base model's file", refusals)
         inputs = _by_node(derive(settings, refusals))
+        refusals += _without_effect(inputs, origin)
         _place_models(inputs.get("base", {}), places, refusals)
         if assistant := inputs.get("assistant"):
             with _noted(refusals):
@@ -99,7 +133,7 @@ def compile_job(document: Mapping[str, Any], folder: Path) -> Job:
             if "may.trigger" in settings:
                 entry.setdefault("dataset.trigger", settings["may.trigger"])
             with _noted(refusals):
-                entry["dataset.folder"] = places.dataset(entry["dataset.folder"])
+                entry["dataset.folder"] = places.dataset(entry["dataset.folder"], folder_key)
     if refusals:
         raise ValueError("\n".join(([f"{len(refusals)} problems:"] if refusals[1:] else []) + refusals))
     run = inputs.pop("run")
@@ -129,7 +163,8 @@ def flat(
 ) -> Iterator[tuple[str, Any, Read]]:
     """Yield (dotted key, value, its reading) of nested dicts; empty values (YAML's null) say nothing.
 
-    The reading of a key that leads to none of `known` raises a ValueError that names the nearest that would.
+    The reading of a key that leads to none of `known` raises a ValueError that names the nearest that would,
+    unless it is off and is not one of them written wrongly.
     """
     for name, value in values.items():
         key = f"{where}{name}"
@@ -137,13 +172,29 @@ def flat(
             if value is not None:
                 yield key, value, known[key]
         elif not any(other.startswith(f"{key}.") for other in known):
-            below = [other.removeprefix(where) for other in known if other.startswith(where)]
-            siblings = dict.fromkeys(other.partition(".")[0] for other in below)
-            yield key, value, _raising(unknown_key(str(name), siblings, where=shown + where))
+            if not is_off(value) or _siblings_like(str(name), known, where, cutoff=0.8):
+                yield key, value, _raising(_unknown(str(name), known, where, shown))
         elif isinstance(value, Mapping):
             yield from flat(value, known, f"{key}.", shown=shown)
         elif value is not None:
             yield key, value, _raising(ValueError(f"{shown}{key}: expected keys below it, found {value!r}."))
+
+
+def _siblings_like(name: str, known: Iterable[str], where: str, *, cutoff: float = 0.6) -> list[str]:
+    """Return the keys in the same place that are written nearly so, the nearest first, at most three."""
+    below = [other.removeprefix(where) for other in known if other.startswith(where)]
+    siblings = dict.fromkeys(other.partition(".")[0] for other in below)
+    return get_close_matches(name, siblings, n=3, cutoff=cutoff)
+
+
+def _unknown(name: str, known: Iterable[str], where: str, shown: str) -> ValueError:
+    """Return the error for a key, with those that it may mean: in its place, else anywhere in the file."""
+    last = {other.rpartition(".")[2]: other for other in known}
+    meant = OTHER_NAMES.get(name, name)
+    near = _siblings_like(meant, known, where) or [
+        shown + last[found] for found in get_close_matches(meant, last, n=3)
+    ]
+    return unknown_key(name, near, where=shown + where)
 
 
 def _raising(error: ValueError) -> Read:
@@ -172,8 +223,8 @@ def derive(settings: Settings, refusals: list[str]) -> Settings:
 class _Places:
     """Where the files are that a job names, and by which name ComfyUI will find them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, has_dataset: HasDataset) -> None:
+        self.folder, self.has_dataset = folder, has_dataset
         self.folders: dict[str, list[Path]] = {}
         self.owners: dict[tuple[str, str], Path] = {}
         """By kind of file and name in ComfyUI."""
@@ -194,14 +245,26 @@ class _Places:
             self.folders.setdefault(kind, []).append(path.resolve().parent)
         return self._claimed(path.name, path.resolve(), key, kinds)
 
-    def dataset(self, name: str) -> str:
-        """Return the name of a folder of images: its last part, where it lies outside ComfyUI."""
+    def dataset(self, name: str, key: str) -> str:
+        """Return the name of a folder of images: its last part, where it lies outside ComfyUI.
+
+        Raises ValueError for one that does not exist.
+        """
         path = self.folder / Path(name).expanduser()
-        if not path.is_dir():
-            return name
-        path = path.resolve()
-        self.folders.setdefault(DATASETS, []).append(path)
-        return self._claimed(path.name, path, "datasets", [DATASETS])
+        if path.is_dir():
+            path = path.resolve()
+            self.folders.setdefault(DATASETS, []).append(path)
+            return self._claimed(path.name, path, "datasets", [DATASETS])
+        if path.exists():
+            raise ValueError(f"{key}: {path} is a file; give the folder that it lies in.")
+        if Path(name).expanduser().is_absolute() or name.startswith("."):
+            raise ValueError(f"{key}: {path} does not exist; give the folder of your images.")
+        if not self.has_dataset(name):
+            raise ValueError(
+                f"{key}: {name} does not exist, neither beside the job file nor in ComfyUI's input folder; "
+                "give the folder of your images."
+            )
+        return name
 
     def _claimed(self, name: str, path: Path, key: str, kinds: Sequence[str]) -> str:
         """Return the name, which from now on is that of `path`. Raises ValueError where it is another's."""
@@ -226,6 +289,30 @@ def _place_models(base: dict[str, Any], places: _Places, refusals: list[str]) ->
             base[slot] = places.file(base.pop(name), f"model.{key}", kinds)
 
 
+def _with_config(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the file in ai-toolkit's layout. One without `config`, as EriDiffusion's README has it, is a
+    process."""
+    if "config" in document or not document.keys() & {"model", "network", "train", "datasets"}:
+        return document
+    process = {key: value for key, value in document.items() if key not in ("job", "meta", "name")}
+    outside = {key: document[key] for key in ("job", "meta") if key in document}
+    config = {"name": document.get("name") or name, "process": [{"type": "sd_trainer", **process}]}
+    return {**outside, "config": config}
+
+
+def _without_effect(inputs: Mapping[str, Mapping[str, Any]], origin: Mapping[str, str]) -> list[str]:
+    """Return a refusal for every key of the file whose setting has no effect beside the others."""
+    nodes = ("optimizer", "objective", "lora", "lora_settings")
+    defaults = {name: value for node in nodes for name, value in NODES[node].inputs.items()}
+    values = defaults | {name: value for node in nodes for name, value in inputs.get(node, {}).items()}
+    keys = {target.partition(".")[2]: key for target, key in origin.items() if target not in EVERYWHERE}
+    return [
+        f"{keys[name]}: {name} {values[name]} {why}. Remove the key."
+        for name, why in idle_settings(values, defaults).items()
+        if name in keys
+    ]
+
+
 def _parts(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Return the process of a job file, and its datasets apart."""
     config = document.get("config")
@@ -243,23 +330,30 @@ def _settings(
     values: Mapping[str, Any],
     table: Mapping[str, Read],
     refusals: list[str],
+    origin: dict[str, str],
     where: str = "",
     *,
     before: Settings | None = None,
 ) -> Settings:
-    """Return what the keys of `values` set, beside what was set before.
+    """Return what the keys of `values` set, beside what was set before; `origin` is told which key set what.
 
     What cannot be set is added to `refusals`, also where two keys set one input to different values.
     """
     settings: Settings = dict(before or {})
-    origin: dict[str, str] = {}
-    for key, value, read in flat(values, table, shown=where):
+    found = list(flat(values, table, shown=where))
+    given = {key for key, _, _ in found}
+    for key, value, read in found:
         with _noted(refusals):
+            if isinstance(read, Beside) and read.switch not in given and not is_off(value):
+                raise ValueError(
+                    f"{where}{key}: {value!r} has no effect without {where}{read.switch}: {read.why}. "
+                    "Remove the key."
+                )
             for target, setting in read(value, f"{where}{key}").items():
                 if setting is None:
                     continue
                 if settings.get(target, setting) != setting:
-                    other = origin.get(target, "a key under meta")
+                    other = origin[target]
                     raise ValueError(f"{where}{key} and {other} ask for different things; keep one.")
                 settings[target], origin[target] = setting, f"{where}{key}"
     return settings
@@ -296,6 +390,9 @@ def _shared(value: Any, name: str, key: str = "") -> Any:
         return value.replace("[name]", name)
     return value if isinstance(value, int | float | bool | None) else str(value)
 
+
+EVERYWHERE = ("lora.rank", "lora.alpha", "lora_settings.full_matrix")
+"""What ai-toolkit's page writes beside every type of network."""
 
 PATH = re.compile(r"training_folder|.*_path")
 """Keys whose value is a path."""

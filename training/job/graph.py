@@ -18,6 +18,7 @@ from ..config import (
     to_dict,
 )
 from ..data.config import BucketConfig
+from ..lora_file.formats import FILE_FORMATS
 
 Prompt = dict[str, dict[str, Any]]
 """A graph in ComfyUI's API format."""
@@ -214,7 +215,13 @@ NODES: Mapping[str, Node] = {
             "name": "my_lora",
         },
     ),
-    "save": Node("GraftSaveLora", "Save LoRA", {"name": "my_lora", "dtype": "bf16", "save_workflow": True}),
+    "save": Node(
+        "GraftSaveLora",
+        "Save LoRA",
+        {
+            "name": "my_lora", "dtype": "bf16", "save_workflow": True, "format": next(iter(FILE_FORMATS)),
+        },
+    ),
 }  # fmt: skip
 """The nodes of a graph; the names are those that KEYS and DATASET_KEYS use."""
 

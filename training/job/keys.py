@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -44,16 +45,32 @@ def refused(why: str) -> Read:
     """Return the reading of a key of other trainers that Graft has not; off or empty, it says nothing."""
 
     def read(value: Any, key: str) -> Settings:
-        if value is False or value in ("", [], {}):
+        if is_off(value):
             return {}
         raise ValueError(f"{key}: not supported: {why}. Remove the key.")
 
     return read
 
 
-def unused(value: Any, key: str) -> Settings:
-    """Read a key that changes nothing here, whatever its value: it belongs to what is off or not there."""
-    return {}
+def is_off(value: Any) -> bool:
+    """Return whether a key with this value asks for nothing: false, empty, or keys below it that are."""
+    values = value.values() if isinstance(value, Mapping) else [value]
+    return all(found is None or found is False or found in ("", [], {}) for found in values)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The reading of a key that is harmless, as it only counts beside another key of the file, its switch.
+
+    Without the switch it is refused: a setting that nothing reads is a mistake.
+    """
+
+    switch: str
+    why: str
+    """Why it changes nothing whatever the switch is."""
+
+    def __call__(self, value: Any, key: str) -> Settings:
+        return {}
 
 
 def text(value: Any, key: str) -> str:
@@ -218,10 +235,19 @@ ARCHITECTURES = {
     "qwen_image": "QwenImage", "hidream": "HiDream",
 }  # fmt: skip
 """model.arch -> row of FAMILIES."""
+DIFFUSERS = "diffusers (PEFT)"
+"""In FILE_FORMATS: how Save LoRA names the layers."""
 QUANTIZED = {"qfloat8": "fp8", "float8": "fp8", "int8": "int8", "nf4": "nf4"}
 """model.qtype -> `MemoryConfig.base`; "nf4" is Graft's own name for 4 bits."""
 TEXT_ENCODERS = ("text_encoder_path", "clip_l_path", "text_encoder_2_path", "clip_g_path", "t5_path")
 """In the order of Load Base Model's inputs."""
+
+OTHER_NAMES = {
+    "learning_rate": "lr", "rank": "linear", "dim": "linear", "alpha": "linear_alpha", "epochs": "steps",
+    "max_train_steps": "steps", "lr_warmup_steps": "num_warmup_steps", "warmup_steps": "num_warmup_steps",
+    "seed_value": "seed", "repeats": "num_repeats", "clip_path": "clip_l_path", "trigger": "trigger_word",
+}  # fmt: skip
+"""What other trainers call a key -> the last part of its name here, for the hint of a refusal."""
 
 NOTHING_LEAVES = "nothing leaves this machine"
 TOKENIZERS = "tokenizers come with ComfyUI"
@@ -234,6 +260,8 @@ FOUR_BITS = " Graft's 4 bits are nf4, its 8 bits qfloat8 and int8."
 BELL = "it also weighs the loss by a bell curve; timestep_type: linear draws the same levels without it"
 PRESERVATION = "list images of the class in general as a dataset with is_reg: true instead"
 ONE_SCALE = "all images train the LoRA at its full strength"
+GUIDANCE_LOSS = "a loss at another guidance was not tried"
+TEXT_ENCODERS_LEAVE = "text encoders run once, before training, and as their file has them"
 NO_PAIRS = "images are not trained in pairs, with a control or a source image"
 NO_VIDEO = "images are trained, not videos or sound"
 TREAD = "token routing changes the network that is trained"
@@ -254,7 +282,7 @@ ROOT_KEYS: Mapping[str, Read] = {
     "meta.flux_log_every": to("run.log_every", whole),
     "meta.flux_checkpoint_every": to("checkpoints.steps", whole),
     "config.name": to("run.name", text),
-    "config.process": lambda value, key: {},
+    "config.process": lambda value, key: {},  # KEYS and DATASET_KEYS read it
 }
 """Key of the file -> what it sets."""
 
@@ -264,13 +292,14 @@ KEYS: Mapping[str, Read] = {
     "device": to("run.device", device),
     "trigger_word": to("may.trigger", text),
     "performance_log_every": to("run.log_every", whole),
-    "sqlite_db_path": unused,
-    "logging.log_every": unused,
-    "logging.use_ui_logger": unused,
-    "logging.verbose": unused,
+    "force_recache": to("encode.encode_again", either(True, None)),
+    "sqlite_db_path": to("checkpoints.sqlite", lambda value, key: bool(text(value, key)) or None),
+    "logging.log_every": to("may.log_every", whole),
+    "logging.use_ui_logger": to("checkpoints.sqlite", either(True, None)),
+    "logging.verbose": only(False, "ComfyUI's own words are shown when it fails"),
     "logging.use_wandb": only(False, NOTHING_LEAVES),
-    "logging.project_name": unused,
-    "logging.run_name": unused,
+    "logging.project_name": Beside("logging.use_wandb", NOTHING_LEAVES),
+    "logging.run_name": Beside("logging.use_wandb", NOTHING_LEAVES),
     "network.type": network_type,
     "network.linear": to("lora.rank", whole),
     "network.linear_alpha": to("lora.alpha", number),
@@ -291,7 +320,7 @@ KEYS: Mapping[str, Read] = {
     "save.save_every": to("checkpoints.steps", whole),
     "save.max_step_saves_to_keep": to("checkpoints.keep", whole),
     "save.save_workflow": to("save.save_workflow", flag),
-    "save.save_format": to("may.save_format", one_of({"safetensors": None, "diffusers": None})),
+    "save.save_format": to("save.format", one_of({"safetensors": None, "diffusers": DIFFUSERS})),
     "save.push_to_hub": only(False, NOTHING_LEAVES),
     "save.hf_repo_id": refused(NOTHING_LEAVES),
     "save.hf_private": refused(NOTHING_LEAVES),
@@ -325,17 +354,17 @@ KEYS: Mapping[str, Read] = {
     "train.linear_timesteps": refused(BELL),
     "train.timestep_type": to("may.timesteps", one_of(TIMESTEPS, UNWEIGHTED)),
     "train.content_or_style": to("objective.bias", one_of(CONTENT_OR_STYLE, CONTENT)),
-    "train.switch_boundary_every": unused,
+    "train.switch_boundary_every": only(1, "one network is trained, not experts in turn"),
     "train.diff_output_preservation": only(False, PRESERVATION),
-    "train.diff_output_preservation_multiplier": unused,
-    "train.diff_output_preservation_class": unused,
+    "train.diff_output_preservation_multiplier": Beside("train.diff_output_preservation", PRESERVATION),
+    "train.diff_output_preservation_class": Beside("train.diff_output_preservation", PRESERVATION),
     "train.blank_prompt_preservation": only(False, PRESERVATION),
-    "train.blank_prompt_preservation_multiplier": unused,
+    "train.blank_prompt_preservation_multiplier": Beside("train.blank_prompt_preservation", PRESERVATION),
     "train.do_differential_guidance": to("may.differential_guidance", flag),
     "train.differential_guidance_scale": to("may.differential_guidance_scale", number),
-    "train.do_guidance_loss": only(False, "a loss at another guidance was not tried"),
-    "train.guidance_loss_target": unused,
-    "train.audio_loss_multiplier": unused,
+    "train.do_guidance_loss": only(False, GUIDANCE_LOSS),
+    "train.guidance_loss_target": Beside("train.do_guidance_loss", GUIDANCE_LOSS),
+    "train.audio_loss_multiplier": only(1, NO_VIDEO),
     "train.max_loss": refused("a loss is not clipped; max_grad_norm limits what it changes"),
     "train.validation_config": refused("images are held out with Validation Settings, in the editor"),
     "train.loss_type": to("objective.loss", one_of(LOSS_NAMES)),
@@ -361,14 +390,14 @@ KEYS: Mapping[str, Read] = {
     "model.is_auraflow": only(False, "AuraFlow was not tried"),
     "model.quantize": to("may.quantize", flag),
     "model.qtype": to("may.qtype", text),
-    "model.quantize_te": only(False, "text encoders run once, before training, and as their file has them"),
-    "model.qtype_te": unused,
+    "model.quantize_te": only(False, TEXT_ENCODERS_LEAVE),
+    "model.qtype_te": Beside("model.quantize_te", TEXT_ENCODERS_LEAVE),
     "model.low_vram": to("may.low_vram", flag),
     "model.layer_offloading": to("may.layer_offloading", flag),
     "model.layer_offloading_transformer_percent": only(1.0, "all layers are offloaded, or none"),
-    "model.layer_offloading_text_encoder_percent": unused,
+    "model.layer_offloading_text_encoder_percent": Beside("model.layer_offloading", TEXT_ENCODERS_LEAVE),
     "model.compile": to("memory.compile", flag),
-    "model.block_compile": unused,
+    "model.block_compile": to("memory.compile", either(True, None)),
     "model.model_kwargs": refused("these are settings of ai-toolkit's own model classes"),
     "model.assistant_lora_path": to("assistant.lora_name", text),
     "model.unconditional_lora_path": refused("a LoRA for unconditional predictions was not tried"),
@@ -382,7 +411,7 @@ KEYS: Mapping[str, Read] = {
     "sample.prompts": to("sample.prompts", lines),
     "sample.samples": samples,
     "sample.num_frames": only(1, NO_VIDEO),
-    "sample.fps": unused,
+    "sample.fps": Beside("sample.num_frames", NO_VIDEO),
     "sample.neg": to("sample.negative", text),
     "sample.seed": to("sample.seed", whole),
     "sample.walk_seed": to("sample.walk_seed", flag),
@@ -404,7 +433,7 @@ DATASET_KEYS: Mapping[str, Read] = {
     "cache_latents": only(True, "every image is encoded once"),
     "cache_latents_to_disk": only(True, "what is encoded is kept on the disk"),
     "resolution": to("dataset.resolution", sizes),
-    "force_recache": to("encode.encode_again", flag),
+    "force_recache": to("encode.encode_again", either(True, None)),
     "num_repeats": to("dataset.repeats", whole),
     "flip_x": to("dataset.flip", flag),
     "is_reg": to("dataset_settings.regularisation", flag),
@@ -426,9 +455,9 @@ DATASET_KEYS: Mapping[str, Read] = {
     "do_i2v": only(False, NO_VIDEO),
     "do_audio": only(False, NO_VIDEO),
     "auto_frame_count": only(False, NO_VIDEO),
-    "shrink_video_to_frames": unused,
-    "fps": unused,
-    "audio_normalize": unused,
-    "audio_preserve_pitch": unused,
+    "shrink_video_to_frames": Beside("num_frames", NO_VIDEO),
+    "fps": Beside("num_frames", NO_VIDEO),
+    "audio_normalize": only(False, NO_VIDEO),
+    "audio_preserve_pitch": only(False, NO_VIDEO),
 }
 """Key of an entry of datasets[] -> what it sets."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..family import CONVOLUTIONS, FAMILIES, Family
 from .graph import NODES
-from .keys import ARCHITECTURES, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
+from .keys import ARCHITECTURES, DIFFUSERS, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
 
 May = Mapping[str, Any]
 Rule = Callable[[Settings, May], None]
@@ -32,6 +32,7 @@ def offloading(done: Settings, may: May) -> None:
         done["memory.budget_gb"] = may["limit"]
     if offload or may.get("low_vram"):
         done["memory.base"] = "offload"
+    _require_switch(may, "qtype", "quantize", "model.qtype: needs model.quantize: true.")
     if may.get("quantize"):
         done["memory.base"] = one_of(QUANTIZED, FOUR_BITS)(may.get("qtype", "qfloat8"), "model.qtype")
         if offload:
@@ -104,6 +105,7 @@ def guidance_embedding(done: Settings, may: May) -> None:
 
 def differential_guidance(done: Settings, may: May) -> None:
     """Move the target away from the prediction; 3 times is ai-toolkit's default."""
+    _require_switch(may, "differential_guidance_scale", "differential_guidance", DIFFERENTIAL_GUIDANCE)
     if may.get("differential_guidance"):
         done["objective.differential_guidance"] = may.get("differential_guidance_scale", 3.0)
 
@@ -141,6 +143,34 @@ def warm_up(done: Settings, may: May) -> None:
         done.setdefault("optimizer.schedule", "constant")
 
 
+def log_lines(done: Settings, may: May) -> None:
+    """Print a line every so many steps; Graft's log files have every step, which is log_every: 1."""
+    every = may.get("log_every", 0)
+    lines = done["run.log_every"] = done.get("run.log_every") or every
+    if every > 1 and lines != every:
+        raise ValueError(
+            f"logging.log_every: {every} and performance_log_every: {lines} ask for different things; keep "
+            "one. The log files have every step."
+        )
+
+
+def file_format(done: Settings, may: May) -> None:
+    """Refuse diffusers' names before training where Save LoRA would refuse them after it."""
+    family, method = _family(may), done.get("lora.algorithm", NODES["lora"].inputs["algorithm"])
+    reason = ""
+    if method != "lora":
+        reason = f"diffusers knows plain LoRA only, and network.type is {method}"
+    elif family and not family.export:
+        reason = f"{family.name} has no diffusers names here"
+    if done.get("save.format") == DIFFUSERS and reason:
+        raise ValueError(f"save.save_format: 'diffusers' is not possible: {reason}. Set it to safetensors.")
+
+
+def _require_switch(may: May, name: str, switch: str, message: str) -> None:
+    if name in may and switch not in may:
+        raise ValueError(message)
+
+
 def _scheduler(may: May) -> str | None:
     """Return the noise scheduler that the file names, or that its architecture has."""
     family = _family(may)
@@ -155,6 +185,7 @@ def _trained_by(family: Family) -> str:
     return "ddpm" if family.sigmas == "schedule" else "flowmatch"
 
 
+DIFFERENTIAL_GUIDANCE = "train.differential_guidance_scale: needs train.do_differential_guidance: true."
 OTHERWISE_SHIFTED = ("chroma", "qwen_image")
 """Models whose shift ai-toolkit takes from another number of tokens or another course than Graft."""
 BYPASSED = ("flux", "flex1")
@@ -174,4 +205,6 @@ RULES: tuple[Rule, ...] = (
     sampling,
     prodigy,
     warm_up,
+    log_lines,
+    file_format,
 )
