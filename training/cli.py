@@ -1,15 +1,19 @@
 """The `graft` command: one row a subcommand, each in a module that is imported only when it is called.
 
 A command's module has `arguments(parser)` and `run(args)`. A ValueError or OSError is the user's to
-solve: it is shown as one line, without a traceback, and the exit code is 2.
+solve: it is shown as one line, without a traceback, and the exit code is 2. A result, `args.output`, goes
+into a folder that exists.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 
 COMMANDS = {
     "demo": ("demo.run", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
@@ -28,6 +32,15 @@ COMMANDS = {
 """name -> (module inside graft, what it does)."""
 
 
+REMEDIES: Mapping[type[OSError], str] = {
+    FileNotFoundError: "does not exist; look at how its path is written",
+    IsADirectoryError: "is a folder; give a file",
+    NotADirectoryError: "leads through a file as if it were a folder; look at how its path is written",
+    PermissionError: "may not be used (Permission denied); change its rights, or take another",
+}
+"""What is wrong with the file that a system's error names, and what to do."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the process's exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -35,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="graft", description="Train LoRAs inside ComfyUI.")
+    parser.add_argument("--version", action="version", version=f"graft {version()}")
     commands = parser.add_subparsers(metavar="command", required=True)
     root = __package__.rpartition(".")[0]
     for name, (module, summary) in COMMANDS.items():
@@ -45,10 +59,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.set_defaults(run=implementation.run)
     args = parser.parse_args(argv)
     try:
+        _require_folder(getattr(args, "output", None))
         return args.run(args) or 0
     except (ValueError, OSError) as error:
-        print(f"graft {argv[0]}: {error}", file=sys.stderr)
+        print(f"graft {argv[0]}: {_said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+
+
+def version() -> str:
+    """Return the version of this checkout, or of the installed package."""
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    if project.is_file():
+        found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.MULTILINE)
+        return found[1] if found else "unknown"
+    return metadata.version("graft-lora")
+
+
+def _require_folder(output: Path | None) -> None:
+    if output is not None and not output.parent.exists():
+        raise ValueError(f"{output}: the folder {output.parent} does not exist; make it, or choose another.")
+
+
+def _said(error: ValueError | OSError) -> str:
+    """Return an error's message; where it is the system's own, the file and what to do."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    remedy = REMEDIES.get(type(error), f"{error.strerror}; look at the file and the disk that it is on")
+    return f"{error.filename}: {remedy}." if error.filename is not None else f"{error.strerror}."

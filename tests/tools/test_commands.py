@@ -1,4 +1,4 @@
-"""`graft merge|extract|resize|convert|inspect`: on files, from the command line."""
+"""The `graft` command: what it does with files, and what it says of those that it cannot use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import graft
 from graft.training.cli import main
+from graft.training.headless import train
 from graft.training.lora_file import read_lora
 from graft.training.lora_file.metadata import with_hashes
 
@@ -115,6 +117,70 @@ def test_an_output_that_cannot_be_written_is_one_line(at, command, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert not list(Path(at("x")).parent.glob(".*"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_result_goes_into_a_folder_that_exists(at, command, capsys):
+    folder = Path(at("x")).parent / "no" / "such"
+    assert call(at, command, str(folder / "out.safetensors")) == 2
+    error = capsys.readouterr().err
+    assert f"the folder {folder} does not exist; make it, or choose another." in error
+    assert not folder.parent.exists() and error.count("\n") == 1
+
+
+def test_the_version_is_the_projects(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    text = (Path(graft.__file__).parent / "pyproject.toml").read_text(encoding="utf-8")
+    number = capsys.readouterr().out.removeprefix("graft ").strip()
+    assert ended.value.code == 0 and f'\nversion = "{number}"\n' in text
+
+
+@pytest.mark.parametrize("command", ["train", "export-workflow"])
+def test_a_file_that_the_system_does_not_give_is_one_line_with_its_name_and_no_number(
+    tmp_path, command, capsys
+):
+    (tmp_path / "file").touch()
+    cases = {
+        "nothere.yaml": "does not exist; look at how its path is written.",
+        ".": "is a folder; give a file.",
+        "file/job.yaml": "leads through a file as if it were a folder; look at how its path is written.",
+    }
+    for name, message in list(cases.items())[: 1 if os.name == "nt" else None]:
+        assert main([command, str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err == f"graft {command}: {tmp_path / name}: {message}\n"
+
+
+def test_all_errors_of_a_job_are_said_before_comfyui_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "server", lambda *args, **options: pytest.fail("ComfyUI was started"))
+    comfyui = tmp_path / "comfyui"
+    (comfyui / "comfy").mkdir(parents=True), (comfyui / "main.py").touch()
+    (comfyui / "input" / "cats").mkdir(parents=True)
+    monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
+    job = tmp_path / "job.yaml"
+    for folder, count in (("/path/to/images/folder", 2), ("dogs", 2), ("cats", 1)):
+        job.write_text(
+            f"{{model: {{name_or_path: base.safetensors}}, train: {{steps: x}}, "
+            f"datasets: [{{folder_path: {folder}}}]}}"
+        )
+        assert main(["train", str(job)]) == 2
+        error = capsys.readouterr().err
+        assert "train.steps: expected a number, found 'x'." in error
+        assert (f"datasets[0].folder_path: {folder} does not exist" in error) is (count == 2)
+
+
+def test_clean_refuses_a_folder_that_holds_nothing_of_graft(tmp_path, capsys):
+    (tmp_path / "holiday.png").touch()
+    assert main(["clean", str(tmp_path)]) == 2
+    assert "holds nothing that Graft encoded" in capsys.readouterr().err
+    (tmp_path / "latents").mkdir()
+    assert main(["clean", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(("option", "value"), [("card", "lots"), ("resolution", "big")])
+def test_plan_refuses_a_size_that_is_none_before_it_looks_at_the_file(option, value, capsys):
+    assert main(["plan", "nothere.safetensors", f"--{option}", value]) == 2
+    assert capsys.readouterr().err.startswith(f"graft plan: {option}: '{value}'")
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user without rights")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..data import Store
+from ..data.store import KINDS, Store
 from .terminal import say
 
 
@@ -16,9 +16,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, and print what was removed and what is left. Raises ValueError for a folder that is missing."""
+    """Remove, and print what was removed and what is left. Raises ValueError where no cache is."""
     if not args.cache.is_dir():
         raise ValueError(f"{args.cache}: there is no such folder; give output/graft/cache of a ComfyUI.")
+    if not any((args.cache / kind).is_dir() for kind in KINDS):
+        raise ValueError(
+            f"{args.cache}: holds nothing that Graft encoded ({', '.join(KINDS)}); give output/graft/cache "
+            "of a ComfyUI."
+        )
     store = Store(args.cache)
     say(f"removed {store.clean(unused_days=args.unused_days)}; {store.report()} are left")
     return 0

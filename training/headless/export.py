@@ -15,15 +15,15 @@ from .terminal import say
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="see example_workflows/jobs")
-    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: the console")
+    parser.add_argument("-o", "--out", dest="output", type=Path, metavar="FILE", help="default: the console")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the job's graph, and say which folders ComfyUI has to be told of."""
     job = read_job(args.job)
     text = as_text(job.prompt)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8", newline="\n")
+    if args.output:
+        args.output.write_text(text, encoding="utf-8", newline="\n")
     else:
         say(text)
     for entry in model_paths(job).values():

@@ -27,7 +27,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the table. Raises ValueError for sizes that are none, and for a file that is no model."""
+    card = memory(args.card) if args.card else None
+    size = pixels(args.resolution)
     start_comfyui()
     from ..adapters import select
     from ..comfy.outline import outline, outlined_batch
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         memory=MemoryConfig(dtype="bf16"),
     )
     denoiser = outline(args.checkpoint)
-    batch = outlined_batch(denoiser, args.batch, *pixels(args.resolution))
+    batch = outlined_batch(denoiser, args.batch, *size)
     adapted = select(denoiser.specs, denoiser.family, config.adapter)
     predict = predictor(denoiser, adapted, config, batch)
     flops = args.tflops * 1e12 if args.tflops else None
@@ -49,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
         f"{denoiser.family.name}, {args.resolution} pixels, batch {args.batch}, "
         f"{args.algorithm} of rank {args.rank} on {len(adapted)} layers, {args.optimizer}, bf16"
     )
-    card = memory(args.card) if args.card else None
     say(table([predict(plan) for plan in every_plan()], card, flops, args.bandwidth * 1e9))
     return 0
 
