@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import graft
 from graft.training.cli import main
 from graft.training.headless import train
+from graft.training.job import read_job
 from graft.training.lora_file import read_lora
 from graft.training.lora_file.metadata import with_hashes
 
@@ -167,6 +168,19 @@ def test_all_errors_of_a_job_are_said_before_comfyui_starts(tmp_path, capsys, mo
         error = capsys.readouterr().err
         assert "train.steps: expected a number, found 'x'." in error
         assert (f"datasets[0].folder_path: {folder} does not exist" in error) is (count == 2)
+
+
+def test_a_dataset_is_looked_for_where_comfyui_would_find_it(tmp_path, monkeypatch):
+    comfyui = tmp_path / "comfyui"
+    (comfyui / "comfy").mkdir(parents=True), (comfyui / "main.py").touch()
+    (comfyui / "input" / "cats" / "small").mkdir(parents=True)
+    monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
+    names = ("cats", "cats/small", "demo/dataset", "dogs", "../comfyui", "tests")
+    assert [name for name in names if train.has_dataset(name)] == ["cats", "cats/small", "demo/dataset"]
+    example = Path(graft.__file__).parent / "example_workflows" / "jobs" / "first_lora.yaml"
+    assert read_job(example, train.has_dataset).name == "first_lora"
+    (comfyui / "extra_model_paths.yaml").write_text("mine:\n    graft_datasets: /photos\n")
+    assert train.has_dataset("dogs")
 
 
 def test_clean_refuses_a_folder_that_holds_nothing_of_graft(tmp_path, capsys):

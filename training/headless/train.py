@@ -14,8 +14,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..data.roots import resolve_dataset
 from ..job import DATASETS, Job, model_paths, read_job
-from .server import ComfyUIError, OnEvent, PromptError, Server, comfyui_version, find_comfyui, server
+from .server import (
+    GRAFT,
+    ComfyUIError,
+    OnEvent,
+    PromptError,
+    Server,
+    comfyui_version,
+    find_comfyui,
+    server,
+)
 from .terminal import Bar, say
 
 SECONDS_TO_SAVE = 600.0
@@ -40,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train the job and return the exit code. Raises ValueError or OSError for what the user can mend."""
-    job = read_job(args.job, has_dataset=in_input_folder)
+    job = read_job(args.job, has_dataset=has_dataset)
     comfyui = find_comfyui()
     with tempfile.TemporaryDirectory(prefix="graft-train-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
@@ -64,9 +74,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def in_input_folder(name: str) -> bool:
-    """Return whether ComfyUI's input folder, whose folders `files` registers, has a dataset of this name."""
-    return (find_comfyui() / "input" / name).is_dir()
+def has_dataset(name: str) -> bool:
+    """Return whether the ComfyUI that would be started has a dataset of this name, or may have: what its own
+    extra_model_paths.yaml registers, it knows best."""
+    comfyui = find_comfyui()
+    registered = comfyui / "extra_model_paths.yaml"
+    if registered.is_file() and DATASETS in registered.read_text(encoding="utf-8", errors="replace"):
+        return True
+    try:
+        resolve_dataset(name, [comfyui / "input", GRAFT / "demo"])
+    except ValueError:
+        return False
+    return True
 
 
 def train(comfy: Server, job: Job, on_event: OnEvent) -> None:

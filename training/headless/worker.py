@@ -130,7 +130,7 @@ def _task(
     if args.job.suffix == ".json":
         task = json.loads(args.job.read_text(encoding="utf-8"))
         return task, json.loads(args.comfyui_options), {}
-    job = read_job(args.job, has_dataset=train.in_input_folder)
+    job = read_job(args.job, has_dataset=train.has_dataset)
     output = ["--output-directory", str(job.output)]
     cpu = ["--cpu"] if job.device == "cpu" or not has_card() else []
     options = ["--base-directory", str(base), *output, *train.files(job, comfyui, base), *cpu]
