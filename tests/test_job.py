@@ -654,6 +654,9 @@ def test_a_file_in_the_layout_of_eridiffusions_readme_is_the_same_job(tmp_path):
     file.write_text(ERIDIFFUSION)
     with pytest.raises(ValueError, match=r"sdxl_lora\.yaml: datasets: expected a list with at least one"):
         read_job(file)
+    file.write_text(ERIDIFFUSION.replace("base.safetensors", "/path/to/sdxl_model.safetensors"))
+    with pytest.raises(ValueError, match=r"2 problems:\ndatasets: .*\nmodel\.name_or_path: there is no file"):
+        read_job(file)
     file.write_text(ERIDIFFUSION + "datasets: [{folder_path: images}]\nmeta: {version: '1.0'}\n")
     values = yaml.safe_load(file.read_text())
     del values["meta"]

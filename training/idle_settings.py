@@ -1,8 +1,8 @@
 """Settings that have no effect beside others: IDLE, and why each that is set in vain does nothing.
 
-The one rule: settings go by the names of their widgets, of which no two nodes' are the same, so the config of
-a run, that of a dataset and the inputs of a job file's graph are looked up in the same way. That the rows are
-true, and that what they leave out has an effect, is tested on training itself.
+The one rule: settings go by the names of their widgets, which no two nodes of settings share, so the config
+of a run, that of a dataset and the inputs of a job's graph are looked up in the same way. That the rows are
+true, and that a setting has an effect wherever no row says otherwise, is tested on training itself.
 """
 
 from __future__ import annotations

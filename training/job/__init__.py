@@ -110,7 +110,7 @@ def compile_job(
     sets: list[Settings] = []
     places = _Places(folder, has_dataset)
     with _noted(refusals):
-        process, datasets = _parts(whole)
+        process, datasets = _parts(whole, refusals)
         settings = _settings(process, KEYS, refusals, origin, before=settings)
         for i, entry in enumerate(datasets):
             sets.append(_settings(entry, DATASET_KEYS, refusals, {}, f"datasets[{i}]."))
@@ -257,7 +257,7 @@ class _Places:
             return self._claimed(path.name, path, "datasets", [DATASETS])
         if path.exists():
             raise ValueError(f"{key}: {path} is a file; give the folder that it lies in.")
-        if Path(name).expanduser().is_absolute() or name.startswith("."):
+        if Path(name).expanduser().is_absolute() or name.startswith((".", "/")):
             raise ValueError(f"{key}: {path} does not exist; give the folder of your images.")
         if not self.has_dataset(name):
             raise ValueError(
@@ -313,8 +313,10 @@ def _without_effect(inputs: Mapping[str, Mapping[str, Any]], origin: Mapping[str
     ]
 
 
-def _parts(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """Return the process of a job file, and its datasets apart."""
+def _parts(
+    document: Mapping[str, Any], refusals: list[str]
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Return the process of a job file, and its datasets apart; `refusals` is told where there are none."""
     config = document.get("config")
     processes = config.get("process") if isinstance(config, Mapping) else None
     if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], Mapping):
@@ -322,7 +324,8 @@ def _parts(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Mapping[st
     process = dict(processes[0])
     datasets = process.pop("datasets", None)
     if not isinstance(datasets, list) or not datasets or not all(isinstance(d, Mapping) for d in datasets):
-        raise ValueError("datasets: expected a list with at least one '- folder_path: ...'.")
+        refusals.append("datasets: expected a list with at least one '- folder_path: ...'.")
+        return process, []
     return process, datasets
 
 
