@@ -8,7 +8,8 @@ from comfy_api.latest import io
 
 from ..training.adapters import ADAPTERS
 from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.lora_files import NONE, changed_at, lora_file_names, lora_file_path
+from ..training.comfy.lora_files import NONE, changed_at
+from ..training.comfy.paths import lora_file_names, lora_file_path
 from ..training.comfy.starting import summary
 from ..training.config import AdapterConfig
 from .sockets import Lora, schema

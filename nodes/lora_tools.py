@@ -8,7 +8,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.comfy import loading, lora_files
+from ..training.comfy import loading, lora_files, paths
 from ..training.comfy.lora_files import AS_IT_IS, NONE
 from ..training.tools.convert import LAYOUTS
 from .sockets import schema
@@ -17,7 +17,7 @@ DTYPES = ("fp16", "bf16", "fp32")
 
 
 def _lora(tooltip: str) -> Any:
-    return io.Combo.Input("lora_name", options=lora_files.lora_file_names(), tooltip=tooltip)
+    return io.Combo.Input("lora_name", options=paths.lora_file_names(), tooltip=tooltip)
 
 
 def _model_file(name: str, tooltip: str, others: Sequence[str] = ()) -> Any:
@@ -76,7 +76,7 @@ class _ReadsFiles(io.ComfyNode):
 
 
 FILES: Mapping[str, Callable[[str], Path]] = {
-    "lora_name": lora_files.lora_file_path,
+    "lora_name": paths.lora_file_path,
     **dict.fromkeys(("checkpoint", "original", "tuned", "base"), loading.model_path),
 }
 """Input that names a file -> where that file is."""

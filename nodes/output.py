@@ -11,7 +11,7 @@ from comfy_api.latest import io
 from ..training.checkpoint import StateHandle, open_state, save_state
 from ..training.comfy import paths
 from ..training.family import family_named
-from ..training.lora_file.formats import FILE_FORMATS
+from ..training.lora_file.formats import FILE_FORMATS, comfy_reads
 from ..training.lora_file.metadata import WEIGHTS, lora_metadata, write_lora
 from ..training.memory.precision import DTYPES
 from ..training.run import Run, newest
@@ -29,7 +29,8 @@ class SaveLora(io.ComfyNode):
         return schema(
             node_id="GraftSaveLora",
             display_name="Save LoRA",
-            description="Save the LoRA as .safetensors in output/loras, where Load LoRA lists it.",
+            description="Save the LoRA as .safetensors in output/loras, where Load LoRA lists it. Files for "
+            "diffusers alone go to output/diffusers.",
             search_aliases=["graft", "export", "safetensors"],
             is_output_node=True,
             inputs=[
@@ -56,7 +57,9 @@ class SaveLora(io.ComfyNode):
                     default=next(iter(FILE_FORMATS)),
                     optional=True,
                     tooltip="How the file names the layers. ComfyUI's names load in ComfyUI, Forge and "
-                    "sd-scripts, those of SDXL and Flux also in diffusers.",
+                    "sd-scripts; of SDXL, Flux, Flux.2, Qwen-Image, HiDream and Z-Image also in diffusers. "
+                    "ComfyUI does not read diffusers' names of SD1.5, SD2, SDXL and Lumina 2: those files go "
+                    "to output/diffusers, where Load LoRA does not list them.",
                 ),
                 io.String.Input(
                     "trigger",
@@ -94,11 +97,12 @@ class SaveLora(io.ComfyNode):
         weights: str = "average",
     ) -> io.NodeOutput:
         trained = state.load()
-        path = paths.lora_path(name.replace("{step}", str(trained.step)))
         if any("\ud800" <= letter <= "\udfff" for letter in trigger):
             raise ValueError(f"trigger: {trigger!r} holds half of a letter; write it anew.")
         trained = replace(trained, weights=trained.result(average=weights == "average"))
         family = family_named(trained.family)
+        path_of = paths.lora_path if comfy_reads(format, family) else paths.diffusers_path
+        path = path_of(name.replace("{step}", str(trained.step)))
         tensors = FILE_FORMATS[format](trained, family, DTYPES[dtype])
         metadata = lora_metadata(
             trained,
@@ -125,6 +129,8 @@ class SaveLora(io.ComfyNode):
                 "graph again: nothing that was trained is lost."
             ) from error
         text = f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"
+        if not comfy_reads(format, family):
+            text += f"; in {path.parent}, as ComfyUI's Load LoRA does not read these names"
         if before not in (None, metadata[WEIGHTS]):
             text += (
                 "; another LoRA of this name was replaced. A Load LoRA that has read it shows the old one "

@@ -3,8 +3,7 @@
 import pytest
 
 from graft.training.family import FAMILIES, family_of
-from graft.training.lora_file.formats import to_diffusers
-from graft.training.tools.names import export_family
+from graft.training.lora_file.names import ARCHITECTURES, architecture_of
 
 
 def test_klein_has_no_input_for_guidance_and_is_drawn_with_a_scale():
@@ -38,9 +37,10 @@ def test_other_names_say_nothing(file):
     assert family_of("SDXL", file=f"{file}.safetensors") == FAMILIES["SDXL"]
 
 
-@pytest.mark.parametrize("row", ["KOALA_700M", "KOALA_1B"])
-def test_koala_has_no_diffusers_names_here(row):
-    with pytest.raises(ValueError, match="KOALA .* has no diffusers names here"):
-        to_diffusers({}, FAMILIES[row])
-    assert export_family({"input_blocks.1.0.in_layers.2": (), "input_blocks.2.0.op": ()}) is None
-    assert export_family({"input_blocks.1.0.in_layers.2": (), "input_blocks.3.0.op": ()}) is not None
+def test_an_architecture_is_told_by_its_paths_and_koala_by_its_levels():
+    level = {2: "unet1", 3: "unet"}
+    for block, row in level.items():
+        paths = ("input_blocks.1.0.in_layers.2", f"input_blocks.{block}.0.op")
+        assert architecture_of(paths) is ARCHITECTURES[row]
+    assert not architecture_of(("blocks.0.attn.q",)).signs
+    assert {family.export for family in FAMILIES.values()} - {""} <= ARCHITECTURES.keys()

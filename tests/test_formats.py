@@ -9,7 +9,8 @@ import torch
 from graft.training.config import AdapterConfig
 from graft.training.family import FAMILIES, GENERIC
 from graft.training.layer import LayerSpec
-from graft.training.lora_file.formats import ALPHA, DOWN, UP, diffusers_tensors, to_diffusers
+from graft.training.lora_file.formats import diffusers_tensors, to_diffusers
+from graft.training.lora_file.peft import ALPHA, DOWN, UP
 from graft.training.state import TrainState
 
 diffusers = pytest.importorskip("diffusers")

@@ -48,7 +48,7 @@ class Family:
     patch: int = 2
     """Latent cells per token along one side."""
     key_prefix: str = "lora_unet_"
-    """Prefix of kohya keys; an empty prefix writes native "diffusion_model.<path>" keys."""
+    """Prefix of kohya keys; an empty one writes "diffusion_model.<path>" keys as ai-toolkit does."""
     network_module: str = "networks.lora"
     """ss_network_module of a plain LoRA: the sd-scripts module that loads it."""
     implementation: str = "https://github.com/Comfy-Org/ComfyUI"
@@ -56,7 +56,8 @@ class Family:
     prediction: str = ""
     """modelspec.prediction_type; empty where the standard has no word for it."""
     export: str = ""
-    """Row of EXPORTS in lora_file/formats.py: diffusers' names of its layers; empty where it has none."""
+    """Row of ARCHITECTURES in lora_file/names.py: what diffusers calls its layers; empty where that is not
+    known."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Warnings shown when this family is trained."""
     text_encoders: Mapping[str, str] = field(default_factory=dict)
@@ -251,7 +252,7 @@ _FLUX2 = replace(
     patch=1,
     key_prefix="",
     network_module="networks.lora",
-    export="",
+    export="flux2",
 )
 _LUMINA2 = Family(
     name="Lumina 2",
@@ -263,6 +264,7 @@ _LUMINA2 = Family(
     shift=6.0,
     key_prefix="",
     network_module="networks.lora_lumina",
+    export="lumina2",
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -277,8 +279,8 @@ FAMILIES: Mapping[str, Family] = {
     "SDXL": _SDXL,
     "SSD1B": replace(_SDXL, name="SSD-1B"),
     "Segmind_Vega": replace(_SDXL, name="Segmind Vega"),
-    "KOALA_700M": replace(_SDXL, name="KOALA 700M", export=""),
-    "KOALA_1B": replace(_SDXL, name="KOALA 1B", export=""),
+    "KOALA_700M": replace(_SDXL, name="KOALA 700M", export="unet1"),
+    "KOALA_1B": replace(_SDXL, name="KOALA 1B", export="unet1"),
     "SDXLRefiner": replace(
         _SDXL,
         name="SDXL Refiner",
@@ -322,7 +324,14 @@ FAMILIES: Mapping[str, Family] = {
         export="",
     ),
     "Lumina2": _LUMINA2,
-    "ZImage": replace(_LUMINA2, name="Z-Image", architecture="z-image", base_model="z_image", shift=3.0),
+    "ZImage": replace(
+        _LUMINA2,
+        name="Z-Image",
+        architecture="z-image",
+        base_model="z_image",
+        shift=3.0,
+        export="z_image",
+    ),
     "QwenImage": Family(
         name="Qwen-Image",
         architecture="qwen-image",
@@ -337,6 +346,7 @@ FAMILIES: Mapping[str, Family] = {
         sigmas="logit-normal",
         shift=2.2,
         key_prefix="",
+        export="qwen",
     ),
     "HiDream": Family(
         name="HiDream",
@@ -347,6 +357,7 @@ FAMILIES: Mapping[str, Family] = {
         sigmas="logit-normal",
         shift=3.0,
         key_prefix="",
+        export="hidream",
     ),
 }
 """By the class name of ComfyUI's model config (`comfy.supported_models`), or the name VARIANTS gives."""

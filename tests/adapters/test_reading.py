@@ -67,7 +67,9 @@ def test_a_whole_lokr_has_strength_1_whatever_alpha_says(tmp_path):
 
 def test_tensors_of_no_method_are_kept_apart_not_dropped(tmp_path):
     file = read_lora(written(tmp_path, kohya(**{"norm.w_norm": torch.ones(4), "x.diff": torch.ones(2, 2)})))
-    assert set(file.other) == {"norm.w_norm", "x.diff"}
+    assert set(file.whole) == {"norm", "x"} and set(file.layers) == {NAME}
+    file = read_lora(written(tmp_path, kohya(**{f"{NAME}.scalar": torch.ones(1), "emb": torch.ones(2)})))
+    assert set(file.other) == {f"{NAME}.scalar", "emb"}
 
 
 BROKEN = {
@@ -91,14 +93,12 @@ BROKEN = {
         r"alpha: expected one number, found shape \(3,\)",
     ),
     "twice": (kohya(**{f"{NAME}.lora_A.weight": A}), "holds this factor twice"),
-    "output dora": (kohya(**{f"{NAME}.dora_scale": torch.ones(6, 1)}), "over the input axis only"),
-    "flat dora": (kohya(**{f"{NAME}.dora_scale": torch.ones(8)}), "over the input axis only"),
-    "peft dora": (kohya(**{f"{NAME}.lora_magnitude_vector": torch.ones(6)}), "PEFT's DoRA"),
-    "dora on loha": (
-        {f"{NAME}.hada_w{i}_{s}": t for i in "12" for s, t in (("a", B), ("b", A))}
-        | {f"{NAME}.dora_scale": torch.ones(1, 8)},
-        "dora_scale has no place beside loha",
+    "rank 0": (
+        {f"{NAME}.lora_down.weight": torch.ones(0, 8), f"{NAME}.lora_up.weight": torch.ones(6, 0)},
+        "the shapes do not fit",
     ),
+    "flat dora": (kohya(**{f"{NAME}.dora_scale": torch.ones(8)}), "one length an input, nor .6, 1., one an"),
+    "two differences": (kohya(**{f"{NAME}.diff": torch.ones(6, 8)}), "diff beside factors; ComfyUI would"),
     "checkpoint": ({"model.diffusion_model.x.weight": A}, "no LoRA; it holds model.diffusion_model.x.weight"),
     "nothing": ({}, "no LoRA; it holds nothing"),
 }
@@ -109,6 +109,28 @@ def test_a_file_that_does_not_hold_together_is_refused(tmp_path, name):
     tensors, message = BROKEN[name]
     with pytest.raises(ValueError, match=f"^lora.safetensors: (?s:.*){message}"):
         read_lora(written(tmp_path, tensors))
+
+
+LOHA = {f"{NAME}.hada_w{i}_{s}": t for i in "12" for s, t in (("a", B), ("b", A))}
+METHODS = {
+    "dora": kohya(**{f"{NAME}.dora_scale": torch.ones(1, 8)}),
+    "dora over outputs": kohya(**{f"{NAME}.dora_scale": torch.ones(6, 1)}),
+    "loha with dora_scale": {**LOHA, f"{NAME}.dora_scale": torch.ones(1, 8)},
+    "DoRA over outputs (PEFT)": kohya(**{f"{NAME}.lora_magnitude_vector": torch.ones(6)}),
+    "OFT": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3), f"{NAME}.alpha": torch.tensor(1.0)},
+    "BOFT": {f"{NAME}.oft_blocks": torch.zeros(2, 1, 2, 2), f"{NAME}.rescale": torch.ones(6, 1)},
+    "GLoRA": {f"{NAME}.{x}{i}.weight": torch.ones(2, 2) for x in "ab" for i in "12"},
+    "whole difference": {f"{NAME}.diff": torch.ones(6, 8), f"{NAME}.diff_b": torch.ones(6)},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_is_named_for_its_method_and_nothing_of_it_is_lost(tmp_path, method):
+    file = read_lora(written(tmp_path, METHODS[method]))
+    assert file.methods == {NAME: method} and not file.other
+    kept = [*(layer.tensors for layer in file.layers.values()), *file.whole.values()]
+    kept += [other.tensors for other in file.others.values()]
+    assert sum(len(tensors) for tensors in kept) == len(METHODS[method])
 
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -14,7 +14,9 @@ from graft.training.adapters import build_adapters, named_parameters, restore_ad
 from graft.training.config import AdapterConfig
 from graft.training.loop import train
 from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.lora_file.start import config_from_file, layer_names, match_layers, start_from_file
+from graft.training.lora_file.match import match_lora
+from graft.training.lora_file.names import Target, layer_names
+from graft.training.lora_file.start import config_from_file, match_layers, start_from_file
 from graft.training.state import TrainState
 
 from .cases import METHODS, adapter_config, fresh_state, train_config
@@ -31,7 +33,10 @@ def saved(tmp_path, state, family=FAMILY):
 
 def found_in(path, names=None):
     """Return the layers of a file, found in the tiny model."""
-    return match_layers(read_lora(path), TinyDenoiser().specs, FAMILY, names)
+    specs = TinyDenoiser().specs
+    if names is None:
+        return match_layers(read_lora(path), specs, FAMILY)
+    return match_lora(read_lora(path), names, {name: spec.shape[0] for name, spec in specs.items()}, "tiny")
 
 
 def trained(method, **settings):
@@ -168,7 +173,7 @@ def split_names(specs):
     names = {}
     for path in (path for path in specs if path.endswith("attn_qkv")):
         for i, part in enumerate("qkv"):
-            names[f"transformer.{path.removesuffix('_qkv')}.to_{part}"] = (path, 32 * i, 32)
+            names[f"transformer.{path.removesuffix('_qkv')}.to_{part}"] = Target(path, 32 * i, 32)
     return names
 
 
@@ -252,14 +257,14 @@ def test_a_flat_file_of_a_convolution_is_read(tmp_path):
 
 
 def test_every_layer_has_its_kohya_native_and_peft_name():
-    names = layer_names(TinyDenoiser().specs, FAMILY)
+    names = layer_names({path: spec.shape for path, spec in TinyDenoiser().specs.items()})
     for name in (
         "lora_unet_blocks_0_mlp",
         "diffusion_model.blocks.0.mlp",
         "base_model.model.blocks.0.mlp",
         "blocks.0.mlp",
     ):
-        assert names[name] == ("blocks.0.mlp", 0, 32)
+        assert names[name] == Target("blocks.0.mlp", 0, 32)
 
 
 def test_a_peft_file_starts_training(tmp_path):

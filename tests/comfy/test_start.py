@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from graft.training.adapters import restore_adapters
 from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.lora_names import lora_names
 from graft.training.config import AdapterConfig, TrainConfig
 from graft.training.family import is_text
 from graft.training.loop import initial_state, train
@@ -75,8 +74,7 @@ def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layou
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path)
     denoiser = ComfyDenoiser(patcher)
-    names = lora_names(patcher)
-    matched = match_layers(read_lora(path), denoiser.specs, denoiser.family, names)
+    matched = match_layers(read_lora(path), denoiser.specs, denoiser.family)
     config = config_from_file(matched, denoiser.specs, AdapterConfig())
     weights = start_from_file(matched, denoiser.specs, denoiser.family, config)
     adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
@@ -113,9 +111,9 @@ def test_a_file_written_by_diffusers_starts_training_and_trains_on(tmp_path, pat
         tmp_path, transformer_lora_layers=peft.get_peft_model_state_dict(network)
     )
     path = tmp_path / "pytorch_lora_weights.safetensors"
-    tensors, denoiser, names = load_file(path), ComfyDenoiser(patcher), lora_names(patcher)
-    matched = match_layers(read_lora(path), denoiser.specs, denoiser.family, names)
-    assert matched.unmatched == ()
+    tensors, denoiser = load_file(path), ComfyDenoiser(patcher)
+    matched = match_layers(read_lora(path), denoiser.specs, denoiser.family)
+    assert not matched.left_out
     config = config_from_file(matched, denoiser.specs, AdapterConfig())
     weights = start_from_file(matched, denoiser.specs, denoiser.family, config)
     adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
@@ -140,9 +138,9 @@ def test_a_file_with_text_encoders_starts_where_it_was_saved(tmp_path, name, wri
     state = dataclasses.replace(fresh, weights=saved)
     path = tmp_path / "lora.safetensors"
     save_file(write(state, denoiser.family, torch.float32), path)
-    names, specs, family = lora_names(patcher, clip), denoiser.specs, denoiser.family
-    matched = match_layers(read_lora(path), specs, family, names)
-    assert matched.unmatched == ()
+    specs, family = denoiser.specs, denoiser.family
+    matched = match_layers(read_lora(path), specs, family)
+    assert not matched.left_out
     weights = start_from_file(matched, specs, family, WITH_TEXT.adapter)
     cpu = torch.device("cpu")
     before, after = (restore_adapters(specs, WITH_TEXT.adapter, w, cpu) for w in (saved, weights))

@@ -257,7 +257,7 @@ def test_a_round_trip_through_every_layout_is_lossless(tmp_path, layout, with_ba
     there = lora_file(tmp_path, convert(file, layout, shapes=base), "there")
     back = convert(there, "kohya", shapes=base if with_base else None)
     original = lora_tensors()
-    if layout == "peft":  # holds no alpha: it is in the factors, and these are those of a file at strength 1
+    if layout != "kohya":  # they hold no alpha: it is in the factors, which are those of a file at strength 1
         differences = weight_differences(back)
         assert all(torch.equal(differences[key], d) for key, d in weight_differences(original).items())
     else:
@@ -306,7 +306,7 @@ def test_names_in_every_layout(tmp_path):
         native["diffusion_model.blocks.0.attn.qkv.lora_A.weight"],
         lora_tensors()["lora_unet_blocks_0_attn_qkv.lora_down.weight"],
     )
-    assert "diffusion_model.blocks.0.attn.qkv.alpha" in native
+    assert not any("alpha" in name for name in native)  # as ai-toolkit: for diffusers to read it as well
     fc1 = "text_model.encoder.layers.0.mlp.fc1"
     assert f"text_encoders.clip_l.transformer.{fc1}.lora_A.weight" in native
     peft = convert(file, "peft", shapes=base)
@@ -351,15 +351,17 @@ def test_a_report_says_rank_strength_norms_and_base(tmp_path):
     tensors = {**lora_tensors(), "lora_unet_norm.w_norm": torch.ones(3)}
     file = lora_file(tmp_path, tensors, ss_base_model_version="sdxl_base_v1-0")
     report = inspect(file)
-    assert (report.layers, report.ranks, report.scales) == (4, {"4": 4}, {"0.5": 4})
-    assert report.base == "sdxl_base_v1-0" and report.other == ["lora_unet_norm.w_norm"]
+    assert (report.layers, report.ranks, report.scales) == (5, {"4": 4}, {"0.5": 4})
+    assert report.algorithms == {"lora": 4, "whole difference": 1} and not report.other
+    assert report.base == "sdxl_base_v1-0"
     norm = weight_differences(lora_tensors())[QKV].norm()
     assert report.norms["lora_unet_blocks_0"] == pytest.approx(float(norm), rel=1e-5)
     for part in (
         "rank     4 (4)",
         "0.5 (4)",
         "sdxl_base_v1-0",
-        "lora_unet_norm.w_norm",
+        "whole difference (1)",
+        "lora_unet_norm",
         "lora_unet_blocks_0",
     ):
         assert part in text(report)

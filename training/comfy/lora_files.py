@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ import comfy.lora_convert
 import comfy.model_management
 import torch
 
-from ..lora_file import read_lora
+from ..lora_file import LoraFile, read_lora
+from ..lora_file.match import NO_LAYER, why_other
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
-from ..tools.convert import convert_file
+from ..tools.convert import base_shapes, comfy_reads, convert_file
 from ..tools.extract import extract_files
-from ..tools.files import unmatched_lines
+from ..tools.files import left_out_lines
 from ..tools.inspect import inspect, text
-from ..tools.merge import digest, merge_files, merge_model, unmerge_model
+from ..tools.merge import check_strength, digest, merge_files, merge_model, unmerge_model
 from ..tools.resize import resize_file
 from .loading import model_path
-from .paths import checkpoint_path, listed, listed_file, lora_path
+from .paths import checkpoint_path, diffusers_path, lora_file_path, lora_path
 from .session import progress_bar
 
 NONE = "none"
@@ -31,15 +33,6 @@ AS_IT_IS = "as in the file"
 
 OTHER_PATCHES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight", ".reshape_weight")
 """Endings of the keys that ComfyUI's loader takes beside the factors of a LoRA."""
-
-
-def lora_file_names() -> list[str]:
-    return listed("loras")
-
-
-def lora_file_path(name: str) -> Path:
-    """Return the file that `lora_file_names` gives. Raises ValueError when it is not there."""
-    return listed_file(("loras",), name)
 
 
 def changed_at(*paths: Path) -> str:
@@ -55,11 +48,16 @@ def merge_lora(
 
     Raises AlreadyMerged when it is in the MODEL, ValueError for a file that is not sound or fits nothing.
     """
+    for strength in (strength_model, strength_clip):
+        check_strength(strength)
     path = lora_file_path(name)
     file = read_lora(path)
     names: dict[str, Any] = comfy.lora.model_lora_keys_unet(model.model, {})
     if clip is not None:
         names = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, names)
+    _require_fit(
+        file, names, {**model.model.state_dict(), **(clip.cond_stage_model.state_dict() if clip else {})}
+    )
     tensors = comfy.lora_convert.convert_lora(dict(TensorFile(path)))
     patches = comfy.lora.load_lora(dict(tensors), names, log_missing=False)
     if not patches:
@@ -71,12 +69,10 @@ def merge_lora(
         patcher = merge_model(clip.patcher, patches, digest(file), name, strength=strength_clip)
         clip = clip.clone()
         clip.patcher = patcher
-    unmatched = _unmatched(tensors, patches, names)
-    return (
-        merged,
-        clip,
-        "\n".join([f"{name}: merged into {len(patches)} weights", *unmatched_lines(unmatched)]),
-    )
+    other = why_other(file)
+    left_out = {key: other.get(key, NO_LAYER) for key in _unmatched(tensors, patches, names)}
+    report = [f"{name}: merged into {len(patches)} weights", *left_out_lines(left_out)]
+    return merged, clip, "\n".join(report)
 
 
 def unmerge_lora(model: Any, clip: Any, name: str) -> tuple[Any, Any, str]:
@@ -126,16 +122,36 @@ def resize_lora(lora: str, rank: int, energy: float, dtype: str, name: str) -> t
 
 
 def convert_lora(lora: str, layout: str, dtype: str, base: str, name: str) -> tuple[Path, str]:
-    """Write output/loras/<name>.safetensors; return its path and a report."""
-    path = lora_path(name)
+    """Write output/loras/<name>.safetensors, or to output/diffusers what Load LoRA does not read; return its
+    path and a report."""
     number = None if dtype == AS_IT_IS else DTYPES[dtype]
     checkpoint = None if base == NONE else model_path(base)
+    path = lora_path(name) if comfy_reads(layout, base_shapes(checkpoint)) else diffusers_path(name)
     return path, convert_file(lora_file_path(lora), path, layout, dtype=number, base=checkpoint)
 
 
 def inspect_lora(name: str) -> str:
     """Return a report on a LoRA file."""
     return text(inspect(read_lora(lora_file_path(name))))
+
+
+def _require_fit(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError for a layer that has not its weight's shape: ComfyUI logs it and patches nothing."""
+    for name in (name for name in file.methods if name in names):
+        key, rows = names[name][:2] if isinstance(names[name], tuple) else (names[name], None)
+        if key not in weights:
+            continue
+        shape = (rows[2] if rows else weights[key].shape[0], *weights[key].shape[1:])
+        whole = file.whole.get(name, {})
+        found = [tuple(whole[s].shape) for s in ("diff", "w_norm", "set_weight") if s in whole]
+        expected = shape
+        if name in file.layers:
+            found, expected = [file.layers[name].shape], (shape[0], math.prod(shape[1:]))
+        if found and found[0] != expected:
+            raise ValueError(
+                f"{file.name}: {name}: made for a weight of shape {found[0]}, but {key} has {expected}; "
+                "choose the base that the file was trained on."
+            )
 
 
 def _unmatched(keys: Iterable[str], patches: dict[Any, Any], names: dict[str, Any]) -> list[str]:

@@ -43,6 +43,40 @@ def lora_path(name: str) -> Path:
     return _inside(Path(folder_paths.get_output_directory()) / "loras", name, "file name", ".safetensors")
 
 
+def diffusers_path(name: str) -> Path:
+    """Return the file output/diffusers/<name>.safetensors: a LoRA under names that Load LoRA does not read.
+
+    Raises ValueError for a name that is empty or leaves that folder.
+    """
+    return _inside(_diffusers_folder(), name, "file name", ".safetensors")
+
+
+def _diffusers_folder() -> Path:
+    return Path(folder_paths.get_output_directory()) / "diffusers"
+
+
+def lora_file_names() -> list[str]:
+    """Return the LoRA files that Graft's nodes read: Load LoRA's, and those in output/diffusers."""
+    found = sorted(_diffusers_folder().rglob("*.safetensors"))
+    return [
+        *listed("loras"),
+        *(_IN_DIFFUSERS + path.relative_to(_diffusers_folder()).as_posix() for path in found),
+    ]
+
+
+def lora_file_path(name: str) -> Path:
+    """Return the file that `lora_file_names` gives. Raises ValueError when it is not there."""
+    if name.startswith(_IN_DIFFUSERS) and folder_paths.get_full_path("loras", name) is None:
+        path = diffusers_path(name.removeprefix(_IN_DIFFUSERS))
+        if path.is_file():
+            return path
+    return listed_file(("loras",), name)
+
+
+_IN_DIFFUSERS = "output/diffusers/"
+"""Before the names of files there."""
+
+
 def checkpoint_path(name: str) -> Path:
     """Return the file output/checkpoints/<name>.safetensors, which ComfyUI's Load Checkpoint lists.
 

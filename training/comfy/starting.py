@@ -11,14 +11,14 @@ from ..adapters import build_adapters, idle_patterns, needs_base, select
 from ..checkpoint import StateHandle, save_state
 from ..config import AdapterConfig, digest
 from ..lora_file import LoraFile, read_lora
-from ..lora_file.start import Matched, config_from_file, match_layers, start_from_file
+from ..lora_file.match import Matched
+from ..lora_file.start import config_from_file, match_layers, start_from_file
 from ..memory.store import UNPLACED
 from ..state import TrainState
-from ..tools.files import unmatched_lines
-from ..tools.merge import digest as contents
+from ..tools.files import left_out_lines
+from ..tools.merge import digest_of_layers
 from .denoiser import ComfyDenoiser
-from .lora_names import lora_names
-from .paths import graft_folder, listed_file, own_folder
+from .paths import graft_folder, lora_file_path, own_folder
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,8 @@ def start_of(denoiser: ComfyDenoiser, config: AdapterConfig) -> Start:
 
     Raises ValueError when the file is not there, not sound, or made for another kind of model.
     """
-    file = read_lora(listed_file(("loras",), config.start_from))
-    clip = denoiser.text.clip if denoiser.text else None
-    matched = match_layers(file, denoiser.specs, denoiser.family, lora_names(denoiser.patcher, clip))
+    file = read_lora(lora_file_path(config.start_from))
+    matched = match_layers(file, denoiser.specs, denoiser.family)
     if config.start_size == "file":
         config = config_from_file(matched, denoiser.specs, config)
     return Start(file, config, matched)
@@ -63,7 +62,7 @@ def first_state(
             layers = stack.enter_context(denoiser.hold(torch.float32, UNPLACED)).layers
         weights = start_from_file(start.matched, specs, family, config, seed=seed, layers=layers)
     state = TrainState(0, config, denoiser.fingerprint, weights, family=family.name)
-    key = digest(config, denoiser.fingerprint, contents(start.file), seed)
+    key = digest(config, denoiser.fingerprint, digest_of_layers(start.file), seed)
     handle = save_state(state, own_folder(graft_folder() / "starts" / key))
     return handle, not_trained(start)
 
@@ -90,6 +89,6 @@ def summary(denoiser: ComfyDenoiser, config: AdapterConfig) -> str:
 
 
 def not_trained(start: Start) -> list[str]:
-    """Return lines that list the keys of the file that fit nothing; none where all do."""
-    lines = unmatched_lines(start.matched.unmatched)
+    """Return lines that list the keys of the file that are left out, and why; none where all are trained."""
+    lines = left_out_lines(start.matched.left_out)
     return [f"{start.file.name}: {lines[0]}", *lines[1:]] if lines else []

@@ -10,36 +10,23 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..adapters import Adapter, build_adapters, initialise, named_parameters, select
+from ..adapters import ADAPTERS, Adapter, build_adapters, initialise, named_parameters, select
 from ..adapters.dora import DoRA, column_lengths
 from ..adapters.lokr import small_factor
 from ..adapters.lora import thin_down
 from ..config import AdapterConfig
 from ..family import Family
 from ..layer import FrozenLayer, LayerSpec
-from . import LoraFile, LoraLayer, lora_key
+from . import LoraFile, LoraLayer
+from .match import Matched, by_reason, match_lora
+from .names import layer_names
 
 log = logging.getLogger(__name__)
-
-Rows = tuple[str, int, int]
-"""(module path, first output, number of outputs) that a file's name means: a layer or part of a fused one."""
-
-
-@dataclass(frozen=True)
-class Matched:
-    """A file's layers by the model's module paths."""
-
-    file: str
-    """Its name."""
-    layers: Mapping[str, LoraLayer]
-    unmatched: tuple[str, ...]
-    """Keys of the file that belong to no layer of the model, or to no method that is trained."""
 
 
 def start_from_file(
@@ -57,13 +44,14 @@ def start_from_file(
     the base, for methods that start from it. Raises ValueError when the file cannot be brought to `config`,
     saying what to set.
     """
-    if matched.unmatched:
+    for reason, keys in by_reason(matched.left_out).items():
         log.warning(
-            "Graft: %s: %d keys match nothing in %s and are not trained: %s",
+            "Graft: %s: %d keys %s in %s and are not trained: %s",
             matched.file,
-            len(matched.unmatched),
+            len(keys),
+            reason,
             family.name,
-            ", ".join(matched.unmatched),
+            ", ".join(keys),
         )
     if config.init == "pissa":
         raise ValueError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
@@ -103,53 +91,32 @@ def config_from_file(
     return _with_factors(found, {path: (specs[path], layer) for path, layer in layers.items()})
 
 
-def match_layers(
-    file: LoraFile, specs: Mapping[str, LayerSpec], family: Family, names: Mapping[str, Rows] | None = None
-) -> Matched:
+def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family) -> Matched:
     """Find the file's layers in the model, parts of fused layers put together.
 
-    `names` are more layer names than `layer_names` knows. Raises ValueError when none is found, or parts of
-    one layer cannot be put together.
+    What is not trained is left out: methods that Graft does not train, and differences that are no product.
+    Raises ValueError when nothing is left, or parts of one layer cannot be put together.
     """
-    known = {**layer_names(specs, family), **(names or {})}
-    return match_names(file, known, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
-
-
-def match_names(file: LoraFile, known: Mapping[str, Rows], outputs: Mapping[str, int], model: str) -> Matched:
-    """Find the file's layers by their names; `outputs` holds every layer's number of outputs, in order.
-
-    Raises ValueError when none is found in `model`, or parts of one layer cannot be put together.
-    """
-    parts: dict[str, list[tuple[Rows, LoraLayer]]] = {}
-    unmatched = list(file.other)
-    for name, layer in file.layers.items():
-        if name in known:
-            parts.setdefault(known[name][0], []).append((known[name], layer))
-        else:
-            unmatched += [f"{name}.{suffix}" for suffix in layer.tensors]
-    if not parts:
-        examples = ", ".join(list(file.layers)[:3])
+    names = layer_names({path: spec.shape for path, spec in specs.items()})
+    matched = match_lora(file, names, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
+    layers = {path: layer for path, layer in matched.layers.items() if layer.is_trainable}
+    left_out = dict(matched.left_out)
+    for path in matched.layers.keys() - layers.keys():
+        layer = matched.layers[path]
+        reason = f"are {layer.title}, which Graft does not train"
+        left_out |= {f"{layer.name}.{suffix}": reason for suffix in layer.tensors}
+    for part in matched.whole:
+        left_out |= {f"{part.name}.{suffix}": "are whole differences, no factors," for suffix in part.tensors}
+    for name in matched.others:
+        other = file.others[name]
+        left_out |= dict.fromkeys(other.tensors, f"are {other.method}, which Graft does not train")
+    if not layers:
+        methods = ", ".join(sorted(set(file.methods.values())))
         raise ValueError(
-            f"{file.name}: no layer of {model} is called like those of the file ({examples}); was it "
-            "trained on another kind of model?"
+            f"{file.name}: nothing in it can be trained: it holds {methods}. Choose a file of "
+            f"{', '.join(ADAPTERS)}."
         )
-    order = [path for path in outputs if path in parts]
-    layers = {path: _joined(file.name, path, outputs[path], parts[path]) for path in order}
-    return Matched(file.name, layers, tuple(unmatched))
-
-
-def layer_names(specs: Mapping[str, LayerSpec], family: Family) -> dict[str, Rows]:
-    """Return what files call the model's layers in layouts of ComfyUI's own paths: kohya, native, PEFT."""
-    names: dict[str, Rows] = {}
-    for path, spec in specs.items():
-        names.update(dict.fromkeys([*spellings(path), lora_key(path, family)], (path, 0, spec.shape[0])))
-    return names
-
-
-def spellings(path: str) -> list[str]:
-    """Return the names of the network's layer at `path` in kohya, native and PEFT files."""
-    flat = path.replace(".", "_")
-    return [*(f"{prefix}{flat}" for prefix in FLAT_PREFIXES), *(f"{prefix}{path}" for prefix in PREFIXES)]
+    return Matched(matched.file, layers, left_out=left_out)
 
 
 def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
@@ -223,39 +190,6 @@ def _as_in_the_file(layer: LoraLayer) -> str:
     return f"take rank and factors from the file (rank {layer.rank}, {layer.algorithm})"
 
 
-def _joined(file: str, path: str, outputs: int, parts: list[tuple[Rows, LoraLayer]]) -> LoraLayer:
-    """Return parts of a fused layer as one LoRA: the same `down` once, different ones side by side."""
-    (_, _, rows), first = parts[0]
-    if len(parts) == 1 and rows == outputs:
-        return first
-    names = ", ".join(layer.name for _, layer in parts)
-    if any(layer.algorithm != "lora" or "mid" in layer.weights for _, layer in parts):
-        raise ValueError(
-            f"{file}: {names} are parts of one layer, {path}; only plain LoRAs can be put together."
-        )
-    if len({start for (_, start, _), _ in parts}) != len(parts):
-        raise ValueError(f"{file}: {names} are all names of one layer, {path}; a layer may come once.")
-    downs = [layer.weights["down"] for _, layer in parts]
-    shared = all(down.shape == downs[0].shape and torch.equal(down, downs[0]) for down in downs)
-    scale = first.scale if all(layer.scale == first.scale for _, layer in parts) else 1.0
-    rank = downs[0].shape[0] if shared else sum(down.shape[0] for down in downs)
-    up, column = torch.zeros(outputs, rank), 0
-    for (_, start, count), layer in parts:
-        own = layer.weights["up"].float() * (layer.scale / scale)
-        if own.shape[0] != count:
-            raise ValueError(
-                f"{file}: {layer.name}: {own.shape[0]} outputs, but that part of {path} has {count}."
-            )
-        up[start : start + count, column : column + own.shape[1]] = own
-        column += 0 if shared else own.shape[1]
-    tensors = {
-        "lora_up.weight": up,
-        "lora_down.weight": downs[0] if shared else torch.cat([down.float() for down in downs]),
-        "alpha": torch.tensor(scale * rank),
-    }
-    return LoraLayer(names, tensors)
-
-
 def _with_factors(config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, LoraLayer]]) -> AdapterConfig:
     """Return `config` with the LoKr settings that give every layer the file's factors, if there are any."""
     lokr = {path: (spec, layer) for path, (spec, layer) in layers.items() if layer.algorithm == "lokr"}
@@ -278,18 +212,3 @@ def _same_factors(adapter: Adapter, layer: LoraLayer) -> bool:
 
 def _most(values: Mapping[str, Any]) -> Any:
     return Counter(values.values()).most_common(1)[0][0]
-
-
-FLAT_PREFIXES = ("lora_unet_", "lycoris_", "lora_transformer_")
-"""Before a module path with underscores for dots, in kohya's files."""
-
-PREFIXES = (
-    "diffusion_model.",
-    "model.diffusion_model.",
-    "base_model.model.",
-    "base_model.model.diffusion_model.",
-    "transformer.",
-    "unet.",
-    "",
-)
-"""Before a module path, in native and PEFT files."""

@@ -2,60 +2,55 @@
 
 | layout    | name of a layer                       | factors            | alpha                   |
 | kohya     | lora_unet_<path with underscores>     | lora_down, lora_up | kept                    |
-| native    | diffusion_model.<path>                | lora_A, lora_B     | kept                    |
+| native    | diffusion_model.<path>                | lora_A, lora_B     | multiplied into lora_B  |
 | peft      | base_model.model.<path>               | lora_A, lora_B     | multiplied into lora_B  |
 | diffusers | <transformer or unet>.<its own path>  | lora_A, lora_B     | multiplied into lora_B  |
 
-Text encoders keep their layers' paths in all of them (`names.TEXT_ENCODERS`).
+ComfyUI reads all of kohya and native, where other methods than LoRA keep kohya's suffixes. Text encoders keep
+their layers' paths in all of them (`names.TEXT_ENCODERS`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora
-from ..lora_file.formats import to_diffusers
+from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora, split_key
+from ..lora_file.formats import under_diffusers_names
+from ..lora_file.match import NO_LAYER, why_other
 from ..lora_file.metadata import write_lora
-from ..lora_file.start import FLAT_PREFIXES, PREFIXES
+from ..lora_file.names import (
+    COMFY,
+    FLAT_PREFIXES,
+    TEXT_ENCODERS,
+    Architecture,
+    Part,
+    Shapes,
+    architecture_of,
+    comfy_names,
+    in_diffusers_names,
+    native_prefix,
+    own_path,
+    spelled,
+    text_layer,
+)
+from ..lora_file.peft import is_plain, peft_tensors, shape_of
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
-from .files import check_output, unmatched_lines
-from .names import (
-    TEXT_ENCODERS,
-    Shapes,
-    export_family,
-    kohya_prefix,
-    match_weights,
-    native_prefix,
-    network_shapes,
-    places,
-    text_encoder_layer,
-)
+from .checkpoint import kohya_prefix, match_weights, network_path, network_shapes
+from .files import check_output, left_out_lines
 
 LAYOUTS = ("kohya", "native", "peft", "diffusers")
 
-AMBIGUOUS = (
-    "transformer.",
-    "unet.",
-    *(
-        f"{prefix}{block}"
-        for prefix in ("base_model.model.", "diffusion_model.", "")
-        for block in (
-            "transformer_blocks.",
-            "single_transformer_blocks.",
-            "down_blocks.",
-            "up_blocks.",
-            "mid_block.",
-        )
-    ),
-)
-"""Names that may be diffusers' or the model's own."""
+PREFIXES = {"kohya": "lora_unet_", "native": COMFY, "peft": "base_model.model."}
+"""Layout -> what begins the names of the network's layers."""
+
+GIVE_BASE = "give a checkpoint of its base (--base; base on the node)."
 
 
 def convert(
@@ -68,17 +63,30 @@ def convert(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
-    encoders = {name: found for name in file.layers if (found := text_encoder_layer(name))}
-    network = {name: layer for name, layer in file.layers.items() if name not in encoders}
-    converted = dict(file.other)
-    for name, (part, path) in encoders.items():
-        converted.update(_spelled(_encoder_name(part, path, layout, shapes), file.layers[name], layout))
-    if network:
-        converted.update(_network(dataclasses.replace(file, layers=network, other={}), layout, shapes))
+    text = {name: found for name in file.methods if (found := text_layer(name))}
+    network = _only(file, file.methods.keys() - text.keys())
+    converted: dict[str, Tensor] = {}
+    for name, (encoder, path) in text.items():
+        new = spelled(_encoder_prefix(encoder, layout, shapes), path)
+        if name in file.layers:
+            converted |= _spelled(new, file.layers[name], layout)
+        converted |= _renamed(file, name, new, layout)
+    if network.methods:
+        converted |= _network(network, layout, shapes)
     if dtype is None:
         return converted
-    kept = tuple(f".{suffix}" for suffix in EXACT)
-    return {key: tensor if key.endswith(kept) else tensor.to(dtype) for key, tensor in converted.items()}
+    exact = tuple(f".{suffix}" for suffix in EXACT)
+    return {
+        key: tensor if key.endswith(exact) or not tensor.is_floating_point() else tensor.to(dtype)
+        for key, tensor in converted.items()
+    }
+
+
+def comfy_reads(layout: str, shapes: Shapes | None) -> bool:
+    """Return whether ComfyUI's loader knows every name of a layout, for a base with these shapes."""
+    if layout != "diffusers":
+        return layout != "peft"
+    return shapes is not None and architecture_of(network_shapes(shapes)).comfy_reads_diffusers
 
 
 def convert_file(
@@ -86,93 +94,141 @@ def convert_file(
 ) -> str:
     """Write `lora` in another layout; return a report. See `convert`."""
     check_output(output, [lora, *([base] if base else [])])
-    file = read_lora(lora)
-    shapes = {key: entry.shape for key, entry in TensorFile(base).entries.items()} if base else None
+    file, shapes = read_lora(lora), base_shapes(base)
     write_lora(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
-    report = f"{output.name}: {len(file.layers)} layers in {layout} layout"
-    return "\n".join([report, *unmatched_lines(list(file.other))])
+    lines = [f"{output.name}: {len(file.methods)} layers in {layout} layout"]
+    if not comfy_reads(layout, shapes):
+        lines.append("ComfyUI's Load LoRA does not read these names; Graft's nodes do.")
+    return "\n".join([*lines, *left_out_lines(why_other(file))])
+
+
+def base_shapes(base: Path | None) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of a checkpoint's weights, None where there is none."""
+    return {key: entry.shape for key, entry in TensorFile(base).entries.items()} if base else None
+
+
+def _only(file: LoraFile, names: Set[str]) -> LoraFile:
+    """Return a file with these of its layers."""
+    return dataclasses.replace(
+        file,
+        layers={name: layer for name, layer in file.layers.items() if name in names},
+        whole={name: whole for name, whole in file.whole.items() if name in names},
+        others={name: other for name, other in file.others.items() if name in names},
+        other={},
+    )
 
 
 def _network(file: LoraFile, layout: str, shapes: Shapes | None) -> dict[str, Tensor]:
     """Return the network's layers in `layout`."""
-    if shapes is None:
-        if layout == "diffusers":
+    if shapes is not None:
+        return _network_of(file, layout, shapes)
+    if layout == "diffusers":
+        raise ValueError(f"{file.name}: diffusers names layers its own way; {GIVE_BASE}")
+    converted: dict[str, Tensor] = {}
+    for name in file.methods:
+        new = spelled(PREFIXES[layout], _path_in(file.name, name, layout))
+        if name in file.layers:
+            converted |= _spelled(new, file.layers[name], layout)
+        converted |= _renamed(file, name, new, layout)
+    return converted
+
+
+def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> dict[str, Tensor]:
+    """Return the network's layers in `layout`, with the names of a base of these shapes.
+
+    Raises ValueError for a name that ComfyUI's loader would not find in its own table, where the layout is
+    one of its own.
+    """
+    own = network_shapes(shapes)
+    if in_diffusers_names(own):
+        raise ValueError(
+            f"{file.name}: the base is stored under diffusers' names; give one under ComfyUI's (--base; base "
+            "on the node)."
+        )
+    matched = match_weights(file, shapes)
+    if missing := [key for key, reason in matched.left_out.items() if reason == NO_LAYER]:
+        raise ValueError(f"{file.name}: the base has no layer for {', '.join(missing)}.")
+    architecture = architecture_of(own)
+    layers = {network_path(key): layer for key, layer in matched.layers.items()}
+    converted: dict[str, Tensor] = {}
+    if layout == "diffusers":
+        if not architecture.diffusers:
             raise ValueError(
-                f"{file.name}: diffusers names layers its own way; give a checkpoint of the base."
+                f"{file.name}: Graft does not know what diffusers calls the layers of this base; use peft."
             )
-        layers = {_path_in(file.name, name, layout): layer for name, layer in file.layers.items()}
-    else:
-        matched = match_weights(file, shapes)
-        if matched.unmatched:
-            raise ValueError(f"{file.name}: the base has no layer for {', '.join(matched.unmatched)}.")
-        layers = {places(key, shapes[key])[0].path: layer for key, layer in matched.layers.items()}
-        if layout == "diffusers":
-            return _to_diffusers(file.name, layers, network_shapes(shapes))
-    tensors: dict[str, Tensor] = {}
-    for path, layer in layers.items():
-        flat = f"lora_unet_{path.replace('.', '_')}"
-        name = {"kohya": flat, "native": f"diffusion_model.{path}", "peft": f"base_model.model.{path}"}[
-            layout
-        ]
-        tensors.update(_spelled(name, layer, layout))
-    return tensors
+        flat = {path: layer.tensors for path, layer in layers.items()}
+        converted |= under_diffusers_names(flat, architecture)
+    for path, layer in layers.items() if layout != "diffusers" else ():
+        converted |= _spelled(spelled(PREFIXES[layout], path), layer, layout, architecture)
+    for name, target in [*((part.name, part.target) for part in matched.whole), *matched.others.items()]:
+        if target.swapped or target.rows != shapes[target.key][0]:
+            raise ValueError(
+                f"{file.name}: {name} is a part of {target.key}; {file.methods[name]} cannot be put together."
+            )
+        new = spelled(PREFIXES.get(layout, architecture.diffusers), network_path(target.key))
+        converted |= _renamed(file, name, new, layout)
+    if layout in ("kohya", "native"):
+        known = comfy_names(own)
+        if unknown := sorted({split_key(key)[0] for key in converted} - known.keys()):
+            raise ValueError(f"{file.name}: ComfyUI's loader does not know {', '.join(unknown[:3])}.")
+    return converted
 
 
 def _path_in(file: str, name: str, layout: str) -> str:
     """Return the layer's path as far as its name tells, with underscores where `layout` has them anyway."""
-    flat = next((prefix for prefix in FLAT_PREFIXES if name.startswith(prefix)), None)
-    if name.startswith(AMBIGUOUS) or (flat and layout != "kohya"):
+    if layout == "kohya" and name.startswith("lora_unet_"):
+        return name.removeprefix("lora_unet_")
+    path = own_path(name, flat=layout == "kohya")
+    if path is None or (name.startswith(FLAT_PREFIXES) and layout != "kohya"):
         raise ValueError(
-            f"{file}: {name}: which layer of the model that is cannot be told from the name; "
-            "give a checkpoint of its base."
+            f"{file}: {name}: which layer of the model that is cannot be told from the name; {GIVE_BASE}"
         )
-    if flat:
-        return name.removeprefix(flat)
-    known = sorted(PREFIXES, key=len, reverse=True)
-    return next(name.removeprefix(prefix) for prefix in known if name.startswith(prefix))
+    return path
 
 
-def _to_diffusers(file: str, layers: Mapping[str, LoraLayer], own: Shapes) -> dict[str, Tensor]:
-    family = export_family(own)
-    if family is None:
-        raise ValueError(
-            f"{file}: Graft does not know what diffusers calls the layers of this base; use peft."
-        )
-    return to_diffusers({path: _plain(layer) for path, layer in layers.items()}, family)
-
-
-def _plain(layer: LoraLayer) -> dict[str, Tensor]:
-    tensors = dict(layer.tensors)
-    if "lora_up.weight" in tensors:
-        tensors["lora_up.weight"] = tensors["lora_up.weight"].flatten(1)
-    return tensors
-
-
-def _encoder_name(part: str, path: str, layout: str, shapes: Shapes | None) -> str:
+def _encoder_prefix(encoder: str, layout: str, shapes: Shapes | None) -> str:
     if layout == "kohya":
-        return kohya_prefix(part, shapes or ()) + path.replace(".", "_")
-    return (native_prefix(part) if layout == "native" else TEXT_ENCODERS[part].peft) + path
+        return kohya_prefix(encoder, shapes or ())
+    return native_prefix(encoder) if layout == "native" else TEXT_ENCODERS[encoder].peft
 
 
-def _spelled(name: str, layer: LoraLayer, layout: str) -> dict[str, Tensor]:
-    """Return a layer's tensors under `name`, with the suffixes of `layout`."""
+def _spelled(
+    name: str, layer: LoraLayer, layout: str, architecture: Architecture | None = None
+) -> dict[str, Tensor]:
+    """Return a layer's tensors under `name`, with the suffixes of `layout`.
+
+    With its architecture the native layout splits what diffusers has in parts, as Save LoRA does.
+    """
     tensors = dict(layer.tensors)
     if layout == "kohya":
         if "alpha" not in tensors and layer.rank is not None:
             tensors["alpha"] = torch.tensor(float(layer.rank))
-    elif layer.algorithm == "lora" and "lora_mid.weight" not in tensors:
-        down, up = tensors.pop("lora_down.weight"), tensors.pop("lora_up.weight")
-        if layout != "native":
-            tensors.pop("alpha", None)
-            up = up if layer.scale == 1 else (up.float() * layer.scale).to(up.dtype)
-        tensors = {"lora_A.weight": down, "lora_B.weight": up, **tensors}
+    elif is_plain(tensors):
+        parts = [Part(name)]
+        if layout == "native" and architecture and name.startswith(COMFY):
+            parts = architecture.native_parts(name.removeprefix(COMFY), shape_of(tensors))
+            return peft_tensors(tensors, parts, COMFY)
+        return peft_tensors(tensors, parts, "")
     elif layout != "native":
         instead = "" if layer.algorithm == "dora" else ", or make a LoRA of it with resize"
         raise ValueError(
-            f"{layer.name}: {layout} has no place for {layer.algorithm} in this form; keep kohya or "
+            f"{layer.name}: {layout} has no place for {layer.title} in this form; keep kohya or "
             f"native{instead}."
         )
     return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def _renamed(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tensor]:
+    """Return what a layer holds beside factors, its tensors as they are, under another name.
+
+    Raises ValueError where the programs that read the layout do not know its method.
+    """
+    tensors = {f"{name}.{suffix}": tensor for suffix, tensor in file.whole.get(name, {}).items()}
+    if name in file.others:
+        tensors |= file.others[name].tensors
+    if tensors and file.methods[name].endswith("(PEFT)") != (layout == "peft"):
+        raise ValueError(f"{name}: {layout} has no place for {file.methods[name]} ({next(iter(tensors))}).")
+    return {new + key.removeprefix(name): tensor for key, tensor in tensors.items()}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

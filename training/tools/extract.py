@@ -13,9 +13,9 @@ from ..lora_file.metadata import write_lora
 from ..memory.precision import DTYPES
 from ..model import OnProgress, no_progress
 from ..tensor_file import TensorFile
-from .files import check_output, unmatched_lines
+from .checkpoint import kohya_prefix, places
+from .files import check_output, left_out_lines
 from .low_rank import best_factors, check_size
-from .names import kohya_prefix, places
 
 
 def extract(
@@ -53,6 +53,8 @@ def extract(
         if not layers:
             left_out.append(key)
         difference = after.to(device, torch.float32) - before.to(device, torch.float32)
+        if not bool(torch.isfinite(difference).all()):
+            raise ValueError(f"{key}: holds values that are no numbers in one of the models; it is damaged.")
         for place in layers:
             name = kohya_prefix(place.part, shared) + place.path.replace(".", "_")
             part = difference[place.first : place.first + place.rows]
@@ -93,7 +95,8 @@ def extract_files(
     )
     metadata = {**size_metadata(tensors), "graft_extracted": f"{tuned.name} - {base.name}"}
     write_lora(output, tensors, metadata)
-    return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(left_out)])
+    lines = left_out_lines(dict.fromkeys(left_out, "differ where no LoRA reaches"))
+    return "\n".join([f"{output.name}: {size_line(tensors)}", *lines])
 
 
 def size_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from ..lora_file.match import by_reason
 
 
 def check_output(output: Path, inputs: Iterable[Path]) -> None:
@@ -21,8 +23,9 @@ def check_output(output: Path, inputs: Iterable[Path]) -> None:
             )
 
 
-def unmatched_lines(keys: Sequence[str]) -> list[str]:
-    """Return lines that list keys of a file which were not used; none for none."""
-    return (
-        [f"{len(keys)} keys match nothing and were left out:", *(f"  {key}" for key in keys)] if keys else []
-    )
+def left_out_lines(left_out: Mapping[str, str]) -> list[str]:
+    """Return lines that list keys of a file which were not used, by reason; none for none."""
+    lines: list[str] = []
+    for reason, keys in by_reason(left_out).items():
+        lines += [f"{len(keys)} keys {reason} and were left out:", *(f"  {key}" for key in keys)]
+    return lines

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..lora_file import LoraFile, LoraLayer, read_lora
+from ..lora_file import LoraFile, read_lora
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class Report:
     layers: int
     parameters: int
     norms: dict[str, float]
-    """Block -> Frobenius norm of everything that the LoRA adds to it at strength 1, as trained."""
+    """Block -> Frobenius norm of what the LoRA adds to it at strength 1, but for what depends on the base:
+    DoRA's magnitudes, OFT and GLoRA."""
     other: list[str]
-    """Keys that belong to no method that Graft trains."""
+    """Keys that belong to no method."""
     base: str
     """What the LoRA is for: by its metadata, or else by what its layers are called."""
     metadata: dict[str, str]
@@ -41,18 +42,24 @@ def inspect(file: LoraFile) -> Report:
     layers = file.layers.values()
     squares: defaultdict[str, float] = defaultdict(float)
     for name, layer in file.layers.items():
-        squares[block_of(name)] += _square(layer)
-    tensors = [tensor for layer in layers for suffix, tensor in layer.tensors.items() if suffix != "alpha"]
+        squares[block_of(name)] += layer.square()
+    for name, whole in file.whole.items():
+        squares[block_of(name)] += sum(
+            float(t.double().square().sum()) for s, t in whole.items() if s != "alpha"
+        )
+    groups = [*(layer.tensors for layer in layers), *(o.tensors for o in file.others.values())]
+    groups += file.whole.values()
+    tensors = [tensor for group in groups for key, tensor in group.items() if not key.endswith("alpha")]
     named = (
         file.metadata.get(key) for key in ("ss_base_model_version", "modelspec.architecture", "graft_base")
     )
     return Report(
         name=file.name,
-        algorithms=dict(Counter(layer.algorithm for layer in layers)),
+        algorithms=dict(Counter(file.methods.values())),
         ranks=dict(Counter(str(layer.rank or "full") for layer in layers)),
         scales=dict(Counter(f"{layer.scale:.4g}" for layer in layers)),
         dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
-        layers=len(file.layers),
+        layers=len(file.methods),
         parameters=sum(tensor.numel() for tensor in tensors),
         norms={block: total**0.5 for block, total in squares.items()},
         other=sorted(file.other),
@@ -61,27 +68,22 @@ def inspect(file: LoraFile) -> Report:
     )
 
 
-def _square(layer: LoraLayer) -> float:
-    """Return the squared Frobenius norm of a layer's product; of two factors from small Gram matrices."""
-    weights = {name: tensor.double() for name, tensor in layer.weights.items()}
-    if set(weights) - {"magnitude"} != {"up", "down"}:
-        return float(layer.product().double().square().sum())
-    up, down = weights["up"], weights["down"].flatten(1)
-    return layer.scale**2 * max(0.0, float(((up.T @ up) * (down @ down.T)).sum()))
-
-
 def guessed_base(file: LoraFile) -> str:
     """Return which kind of model the layers belong to; U-Nets differ by the width of text they attend to."""
-    for name, layer in file.layers.items():
+    for name in file.methods:
         for pattern, base in BASES.items():
             if found := re.search(pattern, name):
-                width = layer.shape[1] if "attn2" in found[0] else 0
+                layer = file.layers.get(name)
+                width = layer.shape[1] if layer and "attn2" in found[0] else 0
                 return f"{UNETS.get(width, base)} (not said, by its layers)"
     return "not said"
 
 
 BASES: Mapping[str, str] = {
     r"joint_blocks": "SD3",
+    r"double_stream_blocks|single_stream_blocks": "HiDream",
+    r"noise_refiner|context_refiner": "Lumina 2 or Z-Image",
+    r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)": "Qwen-Image or a relative of it",
     r"double_blocks|single_(transformer_)?blocks": "Flux or a relative of it",
     r"attn2_to_[kv]|attn2\.to_[kv]": "Stable Diffusion",
     r"add_q_proj|attn_add_": "a transformer in diffusers' names",
@@ -116,7 +118,7 @@ def text(report: Report) -> str:
         *(f"    {norm:10.4f}  {block}" for block, norm in report.norms.items()),
     ]
     if report.other:
-        lines += ["  not part of any method that Graft trains", *(f"    {key}" for key in report.other)]
+        lines += ["  not part of any method", *(f"    {key}" for key in report.other)]
     if report.metadata:
         lines += [
             "  metadata",

@@ -10,20 +10,26 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..adapters.dora import column_lengths
+from ..adapters.dora import EPS, column_lengths
 from ..lora_file import LoraFile, LoraLayer, read_lora
+from ..lora_file.match import NO_LAYER, Matched, WholeLayer
+from ..lora_file.names import Shapes
+from ..lora_file.peft import swap_halves
 from ..model import OnProgress, no_progress
 from ..tensor_file import TensorFile, as_bytes, write_streaming
-from .files import check_output, unmatched_lines
-from .names import match_weights
+from .checkpoint import match_weights
+from .files import check_output, left_out_lines
 
 ATTACHMENT = "graft_merged"
 METADATA = "graft_merged"
@@ -53,20 +59,24 @@ def merge_files(
     weights = TensorFile(base)
     shapes = {key: entry.shape for key, entry in weights.entries.items()}
     history = json.loads(weights.metadata.get(METADATA, "[]"))
-    changes: dict[str, list[tuple[LoraLayer, float]]] = {}
+    changes: dict[str, list[Change]] = {}
     report = []
     for path, strength in loras:
+        check_strength(strength)
         file = read_lora(path)
         key = digest(file)
         if any(entry["digest"] == key for entry in history):
             raise AlreadyMerged(f"{path.name}: already merged into {base.name}.")
         history.append({"file": path.name, "digest": key, "strength": strength})
         matched = match_weights(file, shapes)
-        for name, layer in matched.layers.items():
-            changes.setdefault(name, []).append((layer, strength))
+        _require_computable(file, matched)
+        found, left_out = changes_of(matched, shapes, strength)
+        for name, change in found:
+            changes.setdefault(name, []).append(change)
         report += [
-            f"{path.name}: merged into {len(matched.layers)} weights",
-            *unmatched_lines(matched.unmatched),
+            f"{path.name}: merged into {len({name for name, _ in found})} weights",
+            *left_out_lines(left_out),
+            *_share_line(file, left_out),
         ]
     done = 0
 
@@ -77,8 +87,14 @@ def merge_files(
         if name not in changes:
             return weights.read(name)
         weight = weights[name]
-        for layer, strength in changes[name]:
-            weight = merged_weight(weight, layer, strength, name)
+        before = weight
+        for change in changes[name]:
+            weight = change(weight, name)
+        if not bool(torch.isfinite(weight).all()) and bool(torch.isfinite(before).all()):
+            raise ValueError(
+                f"{name}: the result is too large for {weight.dtype}; merge at a lower strength, or into a "
+                "base of bf16 or fp32 weights."
+            )
         return as_bytes(weight)
 
     metadata = {**weights.metadata, METADATA: json.dumps(history)}
@@ -86,23 +102,124 @@ def merge_files(
     return "\n".join([*report, f"{output.name}: {output.stat().st_size / 1e9:.2f} GB"])
 
 
+def check_strength(strength: float) -> None:
+    """Raise ValueError unless a strength is a number."""
+    if not math.isfinite(strength):
+        raise ValueError(f"strength: {strength} is no number to multiply by; 1 is as trained.")
+
+
+Change = Callable[[Tensor, str], Tensor]
+"""(weight, its key) -> the weight with a LoRA's difference."""
+
+
+def changes_of(
+    matched: Matched, shapes: Shapes, strength: float
+) -> tuple[list[tuple[str, Change]], dict[str, str]]:
+    """Return what a LoRA does to weights, by their keys, and the keys of the file that are left out.
+
+    As ComfyUI's loader: a whole difference of a bias comes beside the factors of its weight. Raises
+    ValueError for one that does not have its weight's shape.
+    """
+    changes: list[tuple[str, Change]] = [
+        (key, partial(_with_layer, layer=layer, strength=strength)) for key, layer in matched.layers.items()
+    ]
+    left_out = dict(matched.left_out)
+    for part in matched.whole:
+        for suffix, key in _whole_keys(part).items():
+            if key not in shapes or (
+                key != part.target.key and part.target.rows != shapes[part.target.key][0]
+            ):
+                left_out[f"{part.name}.{suffix}"] = "are biases that the base does not have"
+                continue
+            first, rows = (
+                (part.target.first, part.target.rows) if key == part.target.key else (0, shapes[key][0])
+            )
+            expected, found = (rows, *shapes[key][1:]), tuple(part.tensors[suffix].shape)
+            if found != expected:
+                raise ValueError(
+                    f"{matched.file}: {part.name}.{suffix}: shape {found}, but {key} has {expected}; choose "
+                    "the base that the file was trained on."
+                )
+            tensor = part.tensors[suffix]
+            tensor = swap_halves(tensor) if part.target.swapped else tensor
+            change = partial(_with_whole, tensor=tensor, first=first, strength=strength)
+            changes.append((key, partial(change, replaces=suffix == "set_weight")))
+    return changes, left_out
+
+
+def _whole_keys(part: WholeLayer) -> dict[str, str]:
+    """Return the suffixes that ComfyUI applies, the last of those for one weight -> the weight's key."""
+    key, tensors = part.target.key, part.tensors
+    bias = f"{key.removesuffix('weight')}bias"
+    weights = [suffix for suffix in ("w_norm", "diff", "set_weight") if suffix in tensors]
+    biases = [s for s in ("b_norm", "diff_b") if s in tensors and (s == "diff_b" or "w_norm" in tensors)]
+    return dict.fromkeys(weights[-1:], key) | dict.fromkeys(biases[-1:], bias)
+
+
+def _with_whole(
+    weight: Tensor, name: str, *, tensor: Tensor, first: int, strength: float, replaces: bool
+) -> Tensor:
+    base = _precise(weight, name)
+    part = base[first : first + len(tensor)]
+    part.copy_(tensor.float() if replaces else part + strength * tensor.float())
+    return base.to(weight.dtype)
+
+
+def _with_layer(weight: Tensor, name: str, *, layer: LoraLayer, strength: float) -> Tensor:
+    return merged_weight(weight, layer, strength, name)
+
+
 def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: str = "weight") -> Tensor:
     """Return one weight with `strength` times a LoRA's difference, in its dtype; as ComfyUI's loader does.
 
     Raises ValueError for a weight of 8 bits, in which a small difference is lost.
     """
+    base = _precise(weight, name)
+    moved = base + layer.product().reshape(weight.shape)
+    if layer.magnitude is not None:
+        kernel = (1,) * (weight.ndim - 2)
+        if layer.over_outputs:  # ComfyUI divides by the lengths of the base without the LoRA
+            lengths = base.flatten(1).norm(dim=1).reshape(-1, 1, *kernel) + EPS
+            moved = moved * (layer.magnitude.float().reshape(-1, 1, *kernel) / lengths)
+        else:
+            moved = moved * (layer.magnitude.float().reshape(1, -1, *kernel) / column_lengths(moved))
+    return (base + strength * (moved - base)).to(weight.dtype)
+
+
+def _precise(weight: Tensor, name: str) -> Tensor:
+    """Return a copy of a weight in float32."""
     if not weight.is_floating_point() or weight.itemsize < 2:
         raise ValueError(
             f"{name}: a weight of type {weight.dtype} would round the LoRA away; use a bf16 or fp16 base."
         )
-    base = weight.float()
-    moved = base + layer.product().reshape(weight.shape)
-    if "dora_scale" in layer.tensors:
-        moved = moved * (
-            layer.weights["magnitude"].float().reshape(1, -1, *(1,) * (weight.ndim - 2))
-            / column_lengths(moved)
-        )
-    return (base + strength * (moved - base)).to(weight.dtype)
+    return weight.to(torch.float32, copy=True)
+
+
+def _require_computable(file: LoraFile, matched: Matched) -> None:
+    if not matched.others:
+        return
+    methods = Counter(file.others[name].method for name in matched.others)
+    kinds = ", ".join(f"{count} of {method}" for method, count in methods.items())
+    raise ValueError(
+        f"{file.name}: {len(matched.others)} of {len(file.methods)} layers cannot be merged into a file: "
+        f"{kinds} ({', '.join(list(matched.others)[:3])}, ...). In a graph, Merge LoRA applies what ComfyUI "
+        "knows of them, and Save Checkpoint writes it."
+    )
+
+
+def _share_line(file: LoraFile, left_out: Mapping[str, str]) -> list[str]:
+    """Return a line that says how much of the difference, by norm, found no place; none where all did."""
+    squares = {name: layer.square() for name, layer in file.layers.items()}
+    lost = [
+        n for n, layer in file.layers.items() if left_out.get(f"{n}.{next(iter(layer.tensors))}") == NO_LAYER
+    ]
+    for name, tensors in file.whole.items():
+        parts = {s: float(t.double().square().sum()) for s, t in tensors.items() if s != "alpha"}
+        squares[f"{name}.whole"] = sum(parts.values())
+        if any(f"{name}.{suffix}" in left_out for suffix in parts):
+            lost.append(f"{name}.whole")
+    share = (sum(squares[name] for name in lost) / (sum(squares.values()) or 1.0)) ** 0.5
+    return [f"That is {share:.1%} of its difference, by norm."] if lost else []
 
 
 def merge_model(model: Any, patches: Mapping[Any, Any], key: str, name: str, *, strength: float = 1.0) -> Any:
@@ -144,12 +261,30 @@ def unmerge_model(model: Any, key: str, name: str) -> Any:
 
 def digest(file: LoraFile) -> str:
     """Return 16 hex digits of a LoRA's tensors, whatever the file is called."""
+    found = _hash_of_layers(file)
+    whole = {f"{name}.{suffix}": t for name, tensors in file.whole.items() for suffix, t in tensors.items()}
+    others = {key: t for other in file.others.values() for key, t in other.tensors.items()}
+    for key, tensor in sorted((whole | others).items()):
+        _add(found, key, tensor)
+    return found.hexdigest()
+
+
+def digest_of_layers(file: LoraFile) -> str:
+    """Return 16 hex digits of the tensors that training can start from."""
+    return _hash_of_layers(file).hexdigest()
+
+
+def _hash_of_layers(file: LoraFile) -> hashlib.blake2b:
     found = hashlib.blake2b(digest_size=8)
     for name in sorted(file.layers):
         for suffix, tensor in sorted(file.layers[name].tensors.items()):
-            found.update(f"{name}.{suffix}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            _add(found, f"{name}.{suffix}", tensor)
+    return found
+
+
+def _add(found: hashlib.blake2b, key: str, tensor: Tensor) -> None:
+    found.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,13 @@
 """Resize a LoRA: the best approximation of each layer in a lower rank, or the rank that keeps a share of it.
 
-LoHa and LoKr become LoRA by it; DoRA keeps its magnitudes.
+LoHa, LoKr and whole differences become LoRA by it; DoRA keeps its magnitudes, and
+what has no rank stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from ..lora_file import LoraFile, LoraLayer, read_lora, rounded
 from ..lora_file.metadata import write_lora
 from ..memory.precision import DTYPES
 from .extract import size_line, size_metadata
-from .files import check_output, unmatched_lines
+from .files import check_output
 from .low_rank import best_factors, best_of_product, check_size
 
 
@@ -32,14 +34,45 @@ def resize(
     A layer whose rank is small enough already keeps it. Raises ValueError for a size that cannot be.
     """
     check_size(rank, energy)
-    tensors: dict[str, Tensor] = {}
+    if not file.layers and not any(_is_matrix(whole) for whole in file.whole.values()):
+        methods = ", ".join(sorted(set(file.methods.values())))
+        raise ValueError(f"{file.name}: nothing in it has a rank to lower; it holds {methods}.")
+    tensors = kept(file)
     for name, layer in file.layers.items():
         up, down = _resized(layer, rank, energy)
-        found = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(float(down.shape[0]))}
-        if "dora_scale" in layer.tensors:
-            found["dora_scale"] = layer.tensors["dora_scale"]
-        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in rounded(found, dtype).items()}
+        tensors |= _written(name, up, down, layer.magnitude, dtype)
+    for name, whole in file.whole.items():
+        if _is_matrix(whole):
+            matrix = whole["diff"].float()
+            up, down = best_factors(matrix.flatten(1), rank=rank, energy=energy)
+            kernel = (1,) * (matrix.ndim - 2)
+            up, down = up.reshape(*up.shape, *kernel), down.reshape(-1, *matrix.shape[1:])
+            tensors |= _written(name, up, down, None, dtype)
     return tensors
+
+
+def kept(file: LoraFile) -> dict[str, Tensor]:
+    """Return the tensors that resizing does not change: biases, norms, and methods that are not computed."""
+    tensors = dict(file.other)
+    for other in file.others.values():
+        tensors |= other.tensors
+    for name, whole in file.whole.items():
+        gone = ("diff", "alpha") if _is_matrix(whole) else ()
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in whole.items() if suffix not in gone}
+    return tensors
+
+
+def _is_matrix(whole: Mapping[str, Tensor]) -> bool:
+    return "diff" in whole and whole["diff"].ndim >= 2
+
+
+def _written(
+    name: str, up: Tensor, down: Tensor, magnitude: Tensor | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    found = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(float(down.shape[0]))}
+    if magnitude is not None:
+        found["dora_scale"] = magnitude
+    return {f"{name}.{suffix}": tensor for suffix, tensor in rounded(found, dtype).items()}
 
 
 def _resized(layer: LoraLayer, rank: int | None, energy: float | None) -> tuple[Tensor, Tensor]:
@@ -64,7 +97,13 @@ def resize_file(
     file = read_lora(lora)
     tensors = resize(file, rank=rank, energy=energy, dtype=dtype)
     write_lora(output, tensors, {**file.metadata, **size_metadata(tensors)})
-    return "\n".join([f"{output.name}: {size_line(tensors)}", *unmatched_lines(list(file.other))])
+    lines = [f"{output.name}: {size_line(tensors)}"]
+    if as_before := list(kept(file)):
+        lines += [
+            f"{len(as_before)} keys have no rank and are as before:",
+            *(f"  {key}" for key in as_before),
+        ]
+    return "\n".join(lines)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,137 @@
+"""A saved checkpoint's weights as LoRA files name them: the network's and those of its text encoders."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..lora_file import LoraFile
+from ..lora_file.match import Matched, match_lora
+from ..lora_file.names import TEXT_ENCODERS, Shape, Shapes, Target, network_names, text_names
+
+NETWORK_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+"""Before the network's own paths: in a full checkpoint, in ComfyUI, in a file of the network alone."""
+
+LEFT_OUT = ("first_stage_model.", "vae.", "model_ema.")
+"""Parts of a checkpoint that a LoRA cannot hold."""
+
+NETWORK = ""
+"""As the part of a layer: not a text encoder's."""
+
+STORED: Mapping[str, tuple[str, ...]] = {
+    "clip_l": (
+        "cond_stage_model.transformer.",
+        "conditioner.embedders.0.transformer.",
+        "text_encoders.clip_l.transformer.",
+    ),
+    "clip_g": ("conditioner.embedders.1.model.", "text_encoders.clip_g.transformer."),
+    "clip_h": ("cond_stage_model.model.",),
+    "t5xxl": ("text_encoders.t5xxl.transformer.",),
+}
+"""Text encoder -> what checkpoints have before the paths of its layers."""
+
+_OPEN_CLIP = {
+    "attn.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out_proj": ("self_attn.out_proj",),
+    "mlp.c_fc": ("mlp.fc1",),
+    "mlp.c_proj": ("mlp.fc2",),
+}
+"""Layers of OpenCLIP, as SDXL and SD2 checkpoints store it -> those that files name, fused ones in order."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer as files name it, within a weight of a checkpoint."""
+
+    part: str
+    """Key of TEXT_ENCODERS, or NETWORK."""
+    path: str
+    first: int
+    """Row of the weight."""
+    rows: int
+
+
+def kohya_prefix(part: str, keys: Iterable[str]) -> str:
+    """Return how kohya's names of a part's layers begin, for the base whose checkpoint has these `keys`."""
+    if part == NETWORK:
+        return "lora_unet_"
+    alone = any(key.startswith("cond_stage_model.") for key in keys)  # SD1 and SD2 have one text encoder
+    return "lora_te_" if alone else TEXT_ENCODERS[part].kohya[0]
+
+
+def places(key: str, shape: Shape) -> list[Place]:
+    """Return a weight's layers: none for what no factors make, three for OpenCLIP's fused qkv."""
+    return _places(key, shape) if len(shape) >= 2 else []
+
+
+def _places(key: str, shape: Shape) -> list[Place]:
+    if not shape or key.startswith(LEFT_OUT):
+        return []
+    path = key.removesuffix("_weight" if key.endswith("in_proj_weight") else ".weight")
+    if path == key:
+        return []
+    for part, prefixes in STORED.items():
+        for stored in prefixes:
+            if path.startswith(stored):
+                return _encoder_places(part, path.removeprefix(stored), shape[0])
+    return [Place(NETWORK, network_path(key), 0, shape[0])]
+
+
+def network_path(key: str) -> str:
+    """Return the network's own path of a weight."""
+    prefix = next(prefix for prefix in NETWORK_PREFIXES if key.startswith(prefix))
+    return key.removeprefix(prefix).removesuffix(".weight")
+
+
+def _encoder_places(part: str, path: str, rows: int) -> list[Place]:
+    found = re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.+)", path)
+    if not found or found[2] not in _OPEN_CLIP:
+        return [Place(part, path, 0, rows)]
+    layers = _OPEN_CLIP[found[2]]
+    share = rows // len(layers)
+    return [
+        Place(part, f"text_model.encoder.layers.{found[1]}.{layer}", i * share, share)
+        for i, layer in enumerate(layers)
+    ]
+
+
+def network_shapes(shapes: Shapes) -> dict[str, Shape]:
+    """Return the network's weights, norms too, by their own paths."""
+    found = {key: _places(key, shape) for key, shape in shapes.items()}
+    return {p[0].path: shapes[key] for key, p in found.items() if p and p[0].part == NETWORK}
+
+
+def weight_names(shapes: Shapes) -> dict[str, Target]:
+    """Return every name that files use for a checkpoint's weights."""
+    names: dict[str, Target] = {}
+    key_of: dict[str, str] = {}
+    for key, shape in shapes.items():
+        for place in _places(key, shape):
+            if place.part == NETWORK:
+                key_of[place.path] = key
+            else:
+                target = Target(key, place.first, place.rows)
+                names.update(dict.fromkeys(text_names(place.part, place.path), target))
+            if place.rows == shape[0]:
+                names[key.removesuffix(".weight")] = Target(key, 0, shape[0])
+    network = network_names(network_shapes(shapes))
+    return {**names, **{name: found._replace(key=key_of[found.key]) for name, found in network.items()}}
+
+
+def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
+    """Find the file's layers among the weights of a checkpoint.
+
+    Raises ValueError when nothing matches, or a layer does not have its weight's shape.
+    """
+    outputs = {key: shape[0] for key, shape in shapes.items() if shape}
+    matched = match_lora(file, weight_names(shapes), outputs, "the base")
+    for key, layer in matched.layers.items():
+        rows, columns, found = shapes[key][0], math.prod(shapes[key][1:]), layer.shape
+        if found != (rows, columns):
+            raise ValueError(
+                f"{file.name}: {layer.name}: made for {found[0]} outputs of {found[1]} weights, but {key} "
+                f"has {rows} of {columns}; choose the base that the file was trained on."
+            )
+    return matched
