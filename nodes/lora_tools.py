@@ -201,7 +201,7 @@ class ResizeLora(_ReadsFiles):
             node_id="GraftResizeLora",
             display_name="Resize LoRA",
             description="Make a LoRA smaller: the best approximation of each layer in a lower rank, in "
-            "output/loras. LoHa and LoKr become plain LoRA.",
+            "output/loras. LoHa, LoKr and whole differences become plain LoRA.",
             search_aliases=["graft", "rank", "compress", "svd"],
             is_output_node=True,
             inputs=[_lora("What is made smaller."), *_size(rank=8), _dtype(), _output(default="resized")],
@@ -222,7 +222,8 @@ class ConvertLora(_ReadsFiles):
             node_id="GraftConvertLora",
             display_name="Convert LoRA",
             description="Write a LoRA under the names of other software, or in another number format, to "
-            "output/loras. What it computes stays the same.",
+            "output/loras; names that ComfyUI does not read go to output/diffusers. What it computes stays "
+            "the same.",
             search_aliases=["graft", "kohya", "diffusers", "peft"],
             is_output_node=True,
             inputs=[
@@ -231,8 +232,9 @@ class ConvertLora(_ReadsFiles):
                     "layout",
                     options=list(LAYOUTS),
                     default=LAYOUTS[0],
-                    tooltip="kohya: ComfyUI, Forge, sd-scripts. native: ComfyUI. peft: PEFT on the original "
-                    "model. diffusers: diffusers, for SD, SDXL, SD3 and Flux.",
+                    tooltip="kohya: ComfyUI, Forge, sd-scripts. native: ComfyUI and ai-toolkit; of Flux.2, "
+                    "Qwen-Image, HiDream and Z-Image also diffusers. peft: PEFT on the original model. "
+                    "diffusers: diffusers.",
                 ),
                 _dtype((AS_IT_IS, *DTYPES)),
                 _model_file(

@@ -48,7 +48,7 @@ class Family:
     patch: int = 2
     """Latent cells per token along one side."""
     key_prefix: str = "lora_unet_"
-    """Prefix of kohya keys; an empty one writes "diffusion_model.<path>" keys as ai-toolkit does."""
+    """Prefix of kohya keys; an empty one writes "diffusion_model.<path>" keys."""
     network_module: str = "networks.lora"
     """ss_network_module of a plain LoRA: the sd-scripts module that loads it."""
     implementation: str = "https://github.com/Comfy-Org/ComfyUI"

@@ -391,3 +391,111 @@ def test_a_large_matrix_is_approximated_nearly_as_well_as_can_be():
     up, down = best_factors(matrix, rank=16)
     assert up.shape == (320, 16) and down.shape == (16, 320)
     assert (matrix - up @ down).norm() < 1.0001 * s[16:].norm()
+
+
+@pytest.mark.parametrize("strength", [float("nan"), float("inf"), float("-inf")])
+def test_a_strength_that_is_no_number_is_refused(tmp_path, strength):
+    with pytest.raises(ValueError, match=r"strength: -?(nan|inf) is no number to multiply by; 1 is as"):
+        merged_with(tmp_path, checkpoint(), lora_path(tmp_path), strength)
+    assert not (tmp_path / "merged.safetensors").exists()
+
+
+def test_a_result_too_large_for_the_weights_is_refused(tmp_path):
+    base = {key: weight.half() for key, weight in checkpoint().items()}
+    with pytest.raises(ValueError, match=r"the result is too large for torch.float16; merge at a lower"):
+        merged_with(tmp_path, base, lora_path(tmp_path), 1e6)
+    assert not (tmp_path / "merged.safetensors").exists()
+
+
+def test_models_with_values_that_are_no_numbers_are_not_extracted():
+    base, other = tuned()
+    other[QKV][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=f"{QKV}: holds values that are no numbers in one of the models"):
+        extract(base, other, rank=2)
+
+
+BLOCKS = {"oft_blocks": (8, 3, 3), "alpha": ()}
+MIXED = {
+    **{key: value for key, value in lora_tensors().items() if "conv_in" in key},
+    **{f"lora_unet_blocks_0_attn_qkv.{suffix}": torch.zeros(shape) for suffix, shape in BLOCKS.items()},
+}
+
+
+def test_a_file_of_several_methods_loses_none_of_them_unsaid(tmp_path):
+    file, base = lora_file(tmp_path, MIXED), checkpoint()
+    assert inspect(file).algorithms == {"lora": 1, "OFT": 1} and "OFT (1)" in text(inspect(file))
+    with pytest.raises(
+        ValueError, match=r"1 of 2 layers cannot be merged.*1 of OFT .lora_unet_blocks_0_attn"
+    ):
+        merged_with(tmp_path, base, lora_path(tmp_path, MIXED))
+    resized = resize(file, rank=1)
+    assert torch.equal(resized["lora_unet_blocks_0_attn_qkv.oft_blocks"], torch.zeros(8, 3, 3))
+    native = convert(file, "native", shapes=shapes(base))
+    assert "diffusion_model.blocks.0.attn.qkv.oft_blocks" in native
+    with pytest.raises(
+        ValueError, match=r"peft has no place for OFT .lora_unet_blocks_0_attn_qkv.oft_blocks"
+    ):
+        convert(file, "peft", shapes=shapes(base))
+    with pytest.raises(ValueError, match="nothing in it has a rank to lower; it holds OFT"):
+        resize(lora_file(tmp_path, {k: t for k, t in MIXED.items() if "qkv" in k}, "oft"), rank=1)
+
+
+def test_a_merge_says_how_much_of_the_difference_found_no_place(tmp_path):
+    half = {key: weight for key, weight in checkpoint().items() if "conv_in" not in key}
+    _, report = merged_with(tmp_path, half, lora_path(tmp_path))
+    differences = weight_differences(lora_tensors())
+    total = sum(float(d.square().sum()) for d in differences.values())
+    lost = float(differences[f"{PREFIX}conv_in.weight"].square().sum())
+    assert f"That is {(lost / total) ** 0.5:.1%} of its difference, by norm." in report
+
+
+def test_a_difference_of_another_shape_is_refused_by_name(tmp_path):
+    tensors = {"lora_unet_blocks_0_attn_qkv.diff": torch.ones(24, 9)}
+    with pytest.raises(ValueError, match=r"attn_qkv.diff: shape \(24, 9\), but .* has \(24, 8\); choose"):
+        merged_with(tmp_path, checkpoint(), lora_path(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_transformer_transformer_blocks_0_attn_to_q",
+        "lycoris_transformer_blocks_0_attn_to_q",
+        "lycoris_single_transformer_blocks_3_proj_mlp",
+        "lora_transformer_x_embedder",
+        "transformer.transformer_blocks.0.attn.to_q",
+        "diffusion_model.layers.0.attention.to_q",
+        "diffusion_model.single_blocks.0.linear1_qkv",
+        "lycoris_layers_0_attention_to_out_0",
+    ],
+)
+def test_a_name_that_only_the_base_explains_is_not_converted_without_it(tmp_path, name):
+    tensors = {f"{name}.lora_up.weight": torch.ones(4, 2), f"{name}.lora_down.weight": torch.ones(2, 4)}
+    for layout in ("kohya", "native"):
+        with pytest.raises(ValueError, match=r"cannot be told from the name; give a checkpoint of its base"):
+            convert(lora_file(tmp_path, tensors), layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "kohya"),
+    [
+        ("lora_unet_transformer_blocks_0_attn_to_q", "lora_unet_transformer_blocks_0_attn_to_q"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", "lora_unet_double_blocks_0_img_attn_qkv"),
+        ("lycoris_down_blocks_0_resnets_0_conv1", "lora_unet_down_blocks_0_resnets_0_conv1"),
+        (
+            "unet.mid_block.attentions.0.transformer_blocks.0.attn1.processor.to_out",
+            "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_out_0",
+        ),
+    ],
+)
+def test_a_name_that_explains_itself_is_converted_to_one_that_comfyui_knows(tmp_path, name, kohya):
+    tensors = {f"{name}.lora_up.weight": torch.ones(4, 2), f"{name}.lora_down.weight": torch.ones(2, 4)}
+    assert {key.split(".")[0] for key in convert(lora_file(tmp_path, tensors), "kohya")} == {kohya}
+
+
+def test_a_base_stored_in_diffusers_names_names_no_layer_for_comfyui(tmp_path):
+    name = "single_transformer_blocks.0.attn.to_q"
+    tensors = {f"transformer.{name}.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    with pytest.raises(
+        ValueError, match="the base is stored under diffusers' names; give one under ComfyUI's"
+    ):
+        convert(lora_file(tmp_path, tensors), "kohya", shapes={f"{name}.weight": (4, 4)})

@@ -1,8 +1,8 @@
 """LoRA files: written under names that every ComfyUI reads; read in any spelling, checked.
 
 Keys are kohya's, `<prefix><module path with underscores>.<suffix>` and `.alpha`. A family without that prefix
-is written as by ai-toolkit, `diffusion_model.<module path>.lora_A.weight` with alpha in `lora_B`, which
-diffusers reads too; there, what is no plain LoRA keeps kohya's suffixes.
+has `diffusion_model.<module path>` before the suffixes; where diffusers knows it, plain LoRA is written as by
+ai-toolkit, `lora_A.weight` and `lora_B.weight` with alpha in them, which ComfyUI and diffusers read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..adapters import ADAPTERS, Adapter, for_layer, method_of
 from ..family import Family, is_text
 from ..state import TrainState
 from ..tensor_file import TensorFile
-from .names import ARCHITECTURES, COMFY, Architecture, spelled, split_text_path
+from .names import ARCHITECTURES, COMFY, spelled, split_text_path
 from .peft import is_plain, peft_tensors, shape_of
 
 
 def lora_tensors(state: TrainState, family: Family, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return the file's tensors in `dtype`; an `.alpha` is a 0-d float32."""
     tensors: dict[str, Tensor] = {}
-    architecture = ARCHITECTURES.get(family.export, Architecture(()))
+    architecture = None if family.key_prefix else ARCHITECTURES.get(family.export)
     for path, values in lora_layers(state).items():
-        if is_text(path) or family.key_prefix or not is_plain(values):
+        if architecture is None or is_text(path) or not is_plain(values):
             found = {f"{lora_key(path, family)}.{s}": t for s, t in rounded(values, dtype).items()}
         else:
             exact = {suffix: tensor.float() for suffix, tensor in values.items()}

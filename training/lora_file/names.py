@@ -142,8 +142,8 @@ def in_diffusers_names(paths: Iterable[str]) -> bool:
 
 
 _STORED_BY_DIFFUSERS = re.compile(
-    r"(?:single_|joint_)?transformer_blocks\.\d+\.attn\.(?:to_q|add_q_proj)|(?:down|up)_blocks\.\d+\..+"
-    r"|layers\.\d+\.attention\.to_q"
+    r"(?:joint_)?transformer_blocks\.\d+\.norm1_context\.linear|single_transformer_blocks\.\d+\.attn\.to_.+"
+    r"|(?:down|up)_blocks\.\d+\.(?:attentions|resnets)\..+|layers\.\d+\.attention\.to_q"
 )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora, split_key
 from ..lora_file.formats import under_diffusers_names
-from ..lora_file.match import NO_LAYER, why_other
+from ..lora_file.match import why_other
 from ..lora_file.metadata import write_lora
 from ..lora_file.names import (
     COMFY,
@@ -61,25 +61,38 @@ def convert(
     What the names in a file stand for cannot always be read from them: `shapes` are those of a checkpoint of
     its base. Raises ValueError when they are needed and missing, or the layout cannot hold a layer.
     """
+    return converted(file, layout, dtype=dtype, shapes=shapes)[0]
+
+
+def converted(
+    file: LoraFile, layout: str, *, dtype: torch.dtype | None = None, shapes: Shapes | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """As `convert`, and the keys of the file that no program could place, with the reason."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
     text = {name: found for name in file.methods if (found := text_layer(name))}
     network = _only(file, file.methods.keys() - text.keys())
-    converted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    left_out = why_other(file)
     for name, (encoder, path) in text.items():
         new = spelled(_encoder_prefix(encoder, layout, shapes), path)
         if name in file.layers:
-            converted |= _spelled(new, file.layers[name], layout)
-        converted |= _renamed(file, name, new, layout)
-    if network.methods:
-        converted |= _network(network, layout, shapes)
+            tensors |= _spelled(new, file.layers[name], layout)
+        tensors |= _renamed(file, name, new, layout)
+    if network.methods and shapes is not None:
+        of_network, lost = _network_of(network, layout, shapes)
+        tensors |= of_network
+        left_out |= lost
+    elif network.methods:
+        tensors |= _network(network, layout)
     if dtype is None:
-        return converted
+        return tensors, left_out
     exact = tuple(f".{suffix}" for suffix in EXACT)
-    return {
+    tensors = {
         key: tensor if key.endswith(exact) or not tensor.is_floating_point() else tensor.to(dtype)
-        for key, tensor in converted.items()
+        for key, tensor in tensors.items()
     }
+    return tensors, left_out
 
 
 def comfy_reads(layout: str, shapes: Shapes | None) -> bool:
@@ -95,11 +108,12 @@ def convert_file(
     """Write `lora` in another layout; return a report. See `convert`."""
     check_output(output, [lora, *([base] if base else [])])
     file, shapes = read_lora(lora), base_shapes(base)
-    write_lora(output, convert(file, layout, dtype=dtype, shapes=shapes), file.metadata)
+    tensors, left_out = converted(file, layout, dtype=dtype, shapes=shapes)
+    write_lora(output, tensors, file.metadata)
     lines = [f"{output.name}: {len(file.methods)} layers in {layout} layout"]
     if not comfy_reads(layout, shapes):
         lines.append("ComfyUI's Load LoRA does not read these names; Graft's nodes do.")
-    return "\n".join([*lines, *left_out_lines(why_other(file))])
+    return "\n".join([*lines, *left_out_lines(left_out)])
 
 
 def base_shapes(base: Path | None) -> dict[str, tuple[int, ...]] | None:
@@ -118,23 +132,21 @@ def _only(file: LoraFile, names: Set[str]) -> LoraFile:
     )
 
 
-def _network(file: LoraFile, layout: str, shapes: Shapes | None) -> dict[str, Tensor]:
-    """Return the network's layers in `layout`."""
-    if shapes is not None:
-        return _network_of(file, layout, shapes)
+def _network(file: LoraFile, layout: str) -> dict[str, Tensor]:
+    """Return the network's layers in `layout`, as far as their names tell what they are."""
     if layout == "diffusers":
         raise ValueError(f"{file.name}: diffusers names layers its own way; {GIVE_BASE}")
-    converted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in file.methods:
         new = spelled(PREFIXES[layout], _path_in(file.name, name, layout))
         if name in file.layers:
-            converted |= _spelled(new, file.layers[name], layout)
-        converted |= _renamed(file, name, new, layout)
-    return converted
+            tensors |= _spelled(new, file.layers[name], layout)
+        tensors |= _renamed(file, name, new, layout)
+    return tensors
 
 
-def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> dict[str, Tensor]:
-    """Return the network's layers in `layout`, with the names of a base of these shapes.
+def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the network's layers in `layout`, with the names of a base of these shapes; keys left out.
 
     Raises ValueError for a name that ComfyUI's loader would not find in its own table, where the layout is
     one of its own.
@@ -146,32 +158,33 @@ def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> dict[str, Tensor
             "on the node)."
         )
     matched = match_weights(file, shapes)
-    if missing := [key for key, reason in matched.left_out.items() if reason == NO_LAYER]:
+    factors = {f"{name}.{suffix}" for name, layer in file.layers.items() for suffix in layer.tensors}
+    if missing := [key for key in matched.left_out if key in factors]:
         raise ValueError(f"{file.name}: the base has no layer for {', '.join(missing)}.")
     architecture = architecture_of(own)
     layers = {network_path(key): layer for key, layer in matched.layers.items()}
-    converted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     if layout == "diffusers":
         if not architecture.diffusers:
             raise ValueError(
                 f"{file.name}: Graft does not know what diffusers calls the layers of this base; use peft."
             )
         flat = {path: layer.tensors for path, layer in layers.items()}
-        converted |= under_diffusers_names(flat, architecture)
+        tensors |= under_diffusers_names(flat, architecture)
     for path, layer in layers.items() if layout != "diffusers" else ():
-        converted |= _spelled(spelled(PREFIXES[layout], path), layer, layout, architecture)
+        tensors |= _spelled(spelled(PREFIXES[layout], path), layer, layout, architecture)
     for name, target in [*((part.name, part.target) for part in matched.whole), *matched.others.items()]:
         if target.swapped or target.rows != shapes[target.key][0]:
             raise ValueError(
                 f"{file.name}: {name} is a part of {target.key}; {file.methods[name]} cannot be put together."
             )
         new = spelled(PREFIXES.get(layout, architecture.diffusers), network_path(target.key))
-        converted |= _renamed(file, name, new, layout)
+        tensors |= _renamed(file, name, new, layout)
     if layout in ("kohya", "native"):
         known = comfy_names(own)
-        if unknown := sorted({split_key(key)[0] for key in converted} - known.keys()):
+        if unknown := sorted({split_key(key)[0] for key in tensors} - known.keys()):
             raise ValueError(f"{file.name}: ComfyUI's loader does not know {', '.join(unknown[:3])}.")
-    return converted
+    return tensors, dict(matched.left_out)
 
 
 def _path_in(file: str, name: str, layout: str) -> str:
