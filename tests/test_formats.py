@@ -9,6 +9,7 @@ import torch
 from graft.training.config import AdapterConfig
 from graft.training.family import FAMILIES, GENERIC
 from graft.training.layer import LayerSpec
+from graft.training.lora_file import lora_tensors
 from graft.training.lora_file.formats import diffusers_tensors, to_diffusers
 from graft.training.lora_file.peft import ALPHA, DOWN, UP
 from graft.training.state import TrainState
@@ -313,3 +314,52 @@ def test_what_is_no_plain_lora_is_refused_with_the_way_out():
     layers = {"final_layer.linear": {"hada_w1_a": torch.zeros(1), ALPHA: torch.tensor(1.0)}}
     with pytest.raises(ValueError, match="diffusers knows plain LoRA only.*hada_w1_a; save it.*Resize LoRA"):
         to_diffusers(layers, FAMILIES["SD3"])
+
+
+# The layout that ComfyUI and diffusers both read
+
+
+NATIVE = {
+    "Flux2": "double_blocks.0.img_attn.qkv",
+    "QwenImage": "transformer_blocks.0.attn.to_q",
+    "HiDream": "double_stream_blocks.0.block.attn1.to_q",
+    "Lumina2": "layers.0.attention.qkv",
+    "ZImage": "layers.0.attention.qkv",
+}
+
+
+def trained(path, algorithm="lora", **weights):
+    config = AdapterConfig(rank=2, alpha=1.0, algorithm=algorithm)
+    drawn = {"down": torch.randn(2, 8), "up": torch.randn(24, 2), **weights}
+    return TrainState(1, config, "", {f"{path}.{name}": tensor for name, tensor in drawn.items()})
+
+
+@pytest.mark.parametrize("row", NATIVE)
+def test_a_family_without_kohya_names_is_written_as_comfyui_and_diffusers_read_it(row):
+    path = NATIVE[row]
+    state = trained(path)
+    tensors = lora_tensors(state, FAMILIES[row], torch.bfloat16)
+    names = [path]
+    if row == "ZImage":  # diffusers does not know the fused layer, ComfyUI knows both
+        names = [path.replace("qkv", part) for part in ("to_q", "to_k", "to_v")]
+    assert list(tensors) == [f"diffusion_model.{name}.lora_{side}.weight" for name in names for side in "AB"]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    found = deltas({key: tensor.float() for key, tensor in tensors.items()})
+    expected = 0.5 * state.weights[f"{path}.up"] @ state.weights[f"{path}.down"]
+    torch.testing.assert_close(torch.cat(list(found.values())), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("row", NATIVE)
+def test_other_methods_of_such_a_family_keep_what_comfyui_reads(row):
+    path = NATIVE[row]
+    tensors = lora_tensors(trained(path, "dora", magnitude=torch.ones(1, 8)), FAMILIES[row])
+    suffixes = ("alpha", "dora_scale", "lora_down.weight", "lora_up.weight")
+    assert sorted(tensors) == [f"diffusion_model.{path}.{suffix}" for suffix in suffixes]
+
+
+def test_lumina_2s_fewer_keys_than_queries_are_not_split_for_comfyui_and_right_for_diffusers():
+    layers = {"layers.0.attention.qkv": {DOWN: torch.randn(2, 8), UP: torch.randn(16, 2)}}
+    found = deltas(to_diffusers(layers, FAMILIES["Lumina2"]))
+    assert [len(delta) for delta in found.values()] == [8, 4, 4]
+    state = trained("layers.0.attention.qkv", up=torch.randn(16, 2))
+    assert all(".attention.qkv." in key for key in lora_tensors(state, FAMILIES["ZImage"]))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import nodes
 from graft.nodes import lora_tools
 from graft.tests import dynamic_vram
-from graft.training.comfy import lora_files
+from graft.training.comfy import lora_files, paths
 from graft.training.tools.merge import AlreadyMerged, NotMerged
 
 from .test_training import sd3_state_dict
@@ -277,3 +277,66 @@ def test_a_file_that_is_replaced_under_its_name_is_noticed(node, base):
         path = base / "models" / kind / FILES[name]
         os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
         assert node.fingerprint_inputs(**inputs) != before
+
+
+MISFITS = {
+    "rank 0": ((384, 0), (0, 128)),
+    "another size": ((1, 2), (2, 1)),
+    "five axes": ((384, 2, 1, 1, 1), (2, 128, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_lora_that_fits_no_weight_is_refused_and_not_said_to_be_merged(base, model, misfit):
+    up, down = MISFITS[misfit]
+    name = "lora_unet_joint_blocks_0_x_block_attn_qkv"
+    tensors = {f"{name}.lora_up.weight": torch.ones(up), f"{name}.lora_down.weight": torch.ones(down)}
+    save_file(tensors, base / "models" / "loras" / "misfit.safetensors")
+    folder_paths.filename_list_cache.clear()
+    with pytest.raises(
+        ValueError, match=f"misfit.safetensors: {name}: (the shapes do not|made for a weight)"
+    ):
+        lora_files.merge_lora(model, None, "misfit.safetensors", 1.0, 1.0)
+
+
+def test_a_strength_that_is_no_number_merges_nothing(model):
+    for strengths in ((float("nan"), 1.0), (1.0, float("inf"))):
+        with pytest.raises(ValueError, match="is no number to multiply by"):
+            lora_files.merge_lora(model, None, "first.safetensors", *strengths)
+
+
+@merged
+def test_what_comfyui_applies_and_graft_does_not_train_is_merged_into_a_model(base, model):
+    tensors = {
+        "lora_unet_joint_blocks_0_x_block_attn_qkv.oft_blocks": torch.randn(96, 4, 4),
+        "lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(0.0),
+        "lora_unet_joint_blocks_1_x_block_mlp_fc1.diff": torch.randn(512, 128),
+        "lora_unet_joint_blocks_1_x_block_mlp_fc1.diff_b": torch.randn(512),
+    }
+    save_file(tensors, base / "models" / "loras" / "mixed.safetensors")
+    folder_paths.filename_list_cache.clear()
+    patched, _, report = lora_files.merge_lora(model, None, "mixed.safetensors", 1.0, 1.0)
+    assert report == "mixed.safetensors: merged into 3 weights"
+    stock = comfy.sd.load_lora_for_models(model, None, tensors, 1.0, 1.0)[0]
+    assert same(loaded(patched), loaded(stock)) and not same(loaded(patched), loaded(model))
+    shown = lora_files.inspect_lora("mixed.safetensors")
+    assert "OFT (1)" in shown and "whole difference (1)" in shown
+
+
+def test_names_that_load_lora_does_not_read_are_written_and_found_apart(execute, base):
+    values = {
+        "lora_name": "first.safetensors",
+        "layout": "peft",
+        "dtype": "as in the file",
+        "base": "tools_base.safetensors",
+        "name": "apart",
+    }
+    shown = execute(nodes_of(("GraftConvertLora", values))).history_result["outputs"]["0"]["text"][0]
+    assert "Load LoRA does not read these names" in shown
+    assert (base / "output" / "diffusers" / "apart.safetensors").is_file()
+    assert not (base / "output" / "loras" / "apart.safetensors").exists()
+    assert "output/diffusers/apart.safetensors" in paths.lora_file_names()
+    assert "rank     4 (3)" in lora_files.inspect_lora("output/diffusers/apart.safetensors")
+    for name in ("output/diffusers/../loras/first.safetensors", "output/diffusers/none.safetensors"):
+        with pytest.raises(ValueError, match="leads out|no such file|not a usable name"):
+            paths.lora_file_path(name)

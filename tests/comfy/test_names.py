@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import comfy.lora
 import pytest
 import torch
@@ -10,10 +12,14 @@ from safetensors.torch import load_file, save_file
 from graft.tests.comfy.test_text_encoders import clip_of
 from graft.tests.comfy.tiny_models import SIBLINGS, TINY
 from graft.tests.comfy.tiny_others import OTHERS
+from graft.training.adapters import restore_adapters
 from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.lora_file import read_lora
+from graft.training.config import AdapterConfig, TrainConfig
+from graft.training.loop import initial_state
+from graft.training.lora_file import lora_tensors, read_lora, split_key
+from graft.training.lora_file.formats import comfy_reads, diffusers_tensors
 from graft.training.lora_file.names import Target, comfy_names, in_diffusers_names, network_names, text_names
-from graft.training.lora_file.start import match_layers
+from graft.training.lora_file.start import match_layers, start_from_file
 from graft.training.tools.convert import convert
 from graft.training.tools.merge import merge_files, merged_weight
 from graft.training.tools.resize import resize
@@ -216,3 +222,32 @@ def test_magnitudes_of_every_method_and_axis_are_merged_and_resized_as_comfyuis_
 def test_no_network_of_comfyuis_is_taken_for_one_in_diffusers_names(tables):
     assert not in_diffusers_names(tables[3])
     assert in_diffusers_names(("single_transformer_blocks.0.attn.to_q", "x_embedder"))
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "lumina2"])
+def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whole(tmp_path, family):
+    patcher = MODELS[family]()
+    denoiser, state = ComfyDenoiser(patcher), patcher.model.state_dict()
+    fresh = initial_state(denoiser, TrainConfig(adapter=AdapterConfig(rank=2, targets="attn-mlp")))
+    weights = {name: torch.randn(tensor.shape) for name, tensor in fresh.weights.items()}
+    trained = replace(fresh, weights=weights)
+    exported = replace(denoiser.family, export={"lumina2": "lumina2"}.get(family, "unet1"))  # tiny: one block
+    lora, base = tmp_path / "lora.safetensors", tmp_path / "base.safetensors"
+    tensors = diffusers_tensors(trained, exported, torch.float32)
+    unread = {split_key(key)[0] for key in tensors} - loaders(patcher.model, shapes_of(patcher.model)).keys()
+    assert unread and not comfy_reads("diffusers (PEFT)", exported)
+    save_file(tensors, lora)
+    save_file({k: t.contiguous() for k, t in state.items() if k.startswith("diffusion_model.")}, base)
+    expected = patched(patcher, lora_tensors(trained, denoiser.family))
+    merge_files(base, [(lora, 0.5)], tmp_path / "merged.safetensors")
+    assert_close(load_file(tmp_path / "merged.safetensors"), expected)
+    file, checkpoint = read_lora(lora), {key: tuple(t.shape) for key, t in load_file(base).items()}
+    for layout in ("kohya", "native"):
+        assert_close(patched(patcher, convert(file, layout, shapes=checkpoint)), expected)
+    matched = match_layers(file, denoiser.specs, denoiser.family)
+    assert not matched.left_out and len(matched.layers) == len(weights) / 2
+    start = start_from_file(matched, denoiser.specs, denoiser.family, fresh.adapter)
+    before, after = (
+        restore_adapters(denoiser.specs, fresh.adapter, w, torch.device("cpu")) for w in (weights, start)
+    )
+    assert all(torch.allclose(after[path].product(), before[path].product(), atol=1e-4) for path in before)

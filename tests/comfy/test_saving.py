@@ -13,11 +13,13 @@ from safetensors import safe_open
 from graft.nodes import output, train
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.training import whole_file
-from graft.training.checkpoint import open_state
+from graft.training.checkpoint import open_state, save_state
 from graft.training.comfy import paths
 from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.family import family_named
-from graft.training.lora_file import lora_tensors
+from graft.training.config import AdapterConfig
+from graft.training.family import FAMILIES, family_named
+from graft.training.lora_file import lora_tensors, read_lora
+from graft.training.state import TrainState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -215,3 +217,23 @@ def test_names_of_just_the_longest_length_and_those_that_only_look_reserved_are_
 def test_half_a_letter_in_the_trigger_is_refused(execute):
     with pytest.raises(RuntimeError, match=r"trigger: '\\ud83d' holds half of a letter"):
         execute(saving("half", trigger="\ud83d"))
+
+
+@pytest.mark.parametrize(
+    "row, folder", [("SDXL", "diffusers"), ("Lumina2", "diffusers"), ("ZImage", "loras")]
+)
+def test_a_diffusers_file_lies_where_load_lora_lists_it_only_if_comfyui_reads_its_names(base, row, folder):
+    family = FAMILIES[row]
+    path = {
+        "SDXL": "middle_block.1.transformer_blocks.0.attn1.to_q",
+        "Lumina2": "layers.0.attention.out",
+        "ZImage": "layers.0.attention.out",
+    }[row]
+    weights = {f"{path}.down": torch.ones(2, 8), f"{path}.up": torch.ones(8, 2)}
+    state = TrainState(1, AdapterConfig(rank=2), "", weights, family=family.name)
+    handle = save_state(state, paths.state_folder(f"diffusers {row}"))
+    shown = output.SaveLora.execute(handle, f"as {row}", "fp32", False, format="diffusers (PEFT)")
+    saved = base / "output" / folder / f"as {row}.safetensors"
+    assert shown.result[0] == str(saved) and saved.is_file()
+    assert ("Load LoRA does not read these names" in shown.ui["text"][0]) == (folder == "diffusers")
+    assert read_lora(saved).layers

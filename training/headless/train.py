@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
             log = job.output / f"{job.name}.comfyui.log"
             shutil.copyfile(base / "comfyui.log", log)
             raise ValueError(f"{error}\nComfyUI's own words are in {log}.") from error
-    say(f"Done: {job.output / 'loras' / job.name}.safetensors")
+    saved = [job.output / folder / f"{job.name}.safetensors" for folder in ("loras", "diffusers")]
+    say(f"Done: {max(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0.0)}")
     return 0
 
 

@@ -115,6 +115,8 @@ def _joined(file: str, path: str, outputs: int, parts: list[tuple[Target, LoraLa
     if len({target.first for target, _ in parts}) != len(parts):
         raise ValueError(f"{file}: {names} are all names of one layer, {path}; a layer may come once.")
     downs = [layer.weights["down"] for _, layer in parts]
+    if any(down.shape[1:] != downs[0].shape[1:] for down in downs):
+        raise ValueError(f"{file}: {names} are parts of one layer, {path}, but differ in their inputs.")
     shared = all(down.shape == downs[0].shape and torch.equal(down, downs[0]) for down in downs)
     scale = first.scale if all(layer.scale == first.scale for _, layer in parts) else 1.0
     rank = downs[0].shape[0] if shared else sum(down.shape[0] for down in downs)

@@ -236,11 +236,13 @@ def _renamed(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tens
 
     Raises ValueError where the programs that read the layout do not know its method.
     """
-    tensors = {f"{name}.{suffix}": tensor for suffix, tensor in file.whole.get(name, {}).items()}
-    if name in file.others:
-        tensors |= file.others[name].tensors
-    if tensors and file.methods[name].endswith("(PEFT)") != (layout == "peft"):
-        raise ValueError(f"{name}: {layout} has no place for {file.methods[name]} ({next(iter(tensors))}).")
+    tensors, method = dict(file.whole.get(name, {})), "whole differences"
+    tensors = {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    if other := file.others.get(name):
+        tensors, method = dict(other.tensors), other.method
+    layouts = ("peft",) if method.endswith("(PEFT)") else ("kohya", "native")
+    if tensors and layout not in layouts:
+        raise ValueError(f"{name}: {layout} has no place for {method}; choose {' or '.join(layouts)}.")
     return {new + key.removeprefix(name): tensor for key, tensor in tensors.items()}
 
 
