@@ -326,3 +326,31 @@ def test_a_start_is_ready_for_the_loop():
     denoiser, state = trained("lora")
     built = build_adapters({path: s for path, s in denoiser.specs.items()}, state.adapter)
     assert set(named_parameters(built)) == set(state.weights)
+
+
+def test_layers_of_other_methods_are_listed_with_the_method_and_the_rest_starts(tmp_path, caplog):
+    denoiser, state = trained("lora")
+    path = tmp_path / "start.safetensors"
+    tensors = {k: t for k, t in lora_tensors(state, FAMILY).items() if "blocks_0_mlp" not in k}
+    oft = {"lora_unet_blocks_0_mlp.oft_blocks": torch.zeros(8, 4, 4)}
+    save_file({**tensors, **oft}, path)
+    with caplog.at_level(logging.WARNING):
+        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
+    assert "1 keys are OFT, which Graft does not train" in caplog.text
+    assert "lora_unet_blocks_0_mlp.oft_blocks" in caplog.text and "blocks.1.mlp.up" in weights
+    save_file(oft, path)
+    with pytest.raises(ValueError, match="nothing in it can be trained: it holds OFT. Choose a file of lora"):
+        found_in(path)
+
+
+def test_parts_of_one_layer_that_differ_in_their_inputs_are_refused(tmp_path):
+    names, tensors = split_names(TinyDenoiser().specs), {}
+    for i, name in enumerate(name for name in names if ".0." in name):
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = (
+            torch.ones(2, 32 + i),
+            torch.ones(32, 2),
+        )
+    path = tmp_path / "start.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="are parts of one layer, blocks.0.attn_qkv, but differ in their in"):
+        found_in(path, names)

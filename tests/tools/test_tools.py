@@ -497,3 +497,12 @@ def test_a_base_stored_in_diffusers_names_names_no_layer_for_comfyui(tmp_path):
         ValueError, match="the base is stored under diffusers' names; give one under ComfyUI's"
     ):
         convert(lora_file(tmp_path, tensors), "kohya", shapes={f"{name}.weight": (4, 4)})
+
+
+def test_lycoris_scalar_is_ignored_as_comfyui_does_and_that_is_said(tmp_path):
+    tensors = {**lora_tensors(), "lora_unet_conv_in.scalar": torch.tensor(3.0)}
+    plain, _ = merged_with(tmp_path, checkpoint(), lora_path(tmp_path))
+    scaled, report = merged_with(tmp_path, checkpoint(), lora_path(tmp_path, tensors))
+    assert_equal(plain, scaled)
+    assert "1 keys are ignored by ComfyUI, so here too, and were left out:\n  lora_unet_conv_in" in report
+    assert "lora_unet_conv_in.scalar" not in convert(lora_file(tmp_path, tensors), "kohya")

@@ -177,15 +177,13 @@ class TextEncoder:
     peft: str
     kohya: tuple[str, ...]
     """The one to write first."""
-    comfy: bool = True
-    """Whether ComfyUI reads its PEFT names."""
 
 
 TEXT_ENCODERS: Mapping[str, TextEncoder] = {
     "clip_l": TextEncoder("text_encoder.", ("lora_te1_", "lora_te_")),
     "clip_g": TextEncoder("text_encoder_2.", ("lora_te2_",)),
     "clip_h": TextEncoder("text_encoder.", ("lora_te_", "lora_te1_")),
-    "t5xxl": TextEncoder("text_encoder_3.", ("lora_te3_", "lora_te2_"), comfy=False),
+    "t5xxl": TextEncoder("text_encoder_3.", ("lora_te3_", "lora_te2_")),
 }
 """As in ComfyUI's `model_lora_keys_clip`; SD1.5's CLIP-L is lora_te_, OneTrainer's T5 of Flux lora_te2_."""
 
