@@ -238,6 +238,15 @@ def test_resizing_makes_a_lora_of_loha_and_lokr(tmp_path):
         assert torch.allclose(small.layers[name].product(), file.layers[name].product(), atol=1e-5)
 
 
+def test_resizing_keeps_the_suffixes_that_go_with_the_names(tmp_path):
+    for name, suffixes in (("lora_unet_a", ("alpha", "lora_down.weight", "lora_up.weight")), ("a.b", PEFT)):
+        tensors = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.ones(8, 2)}
+        assert sorted(resize(lora_file(tmp_path, tensors), rank=1)) == [f"{name}.{s}" for s in suffixes]
+
+
+PEFT = ("lora_A.weight", "lora_B.weight")
+
+
 def test_the_product_of_factors_is_approximated_as_the_matrix_itself():
     up, down = torch.randn(30, 6), torch.randn(6, 20)
     for rank in (1, 3, 6):

@@ -117,7 +117,7 @@ def weight_names(shapes: Shapes) -> dict[str, Target]:
             if place.rows == shape[0]:
                 names[key.removesuffix(".weight")] = Target(key, 0, shape[0])
     network = network_names(network_shapes(shapes))
-    return {**names, **{name: found._replace(key=key_of[found.key]) for name, found in network.items()}}
+    return {**names, **{name: Target(key_of[found.key], *found[1:]) for name, found in network.items()}}
 
 
 def match_weights(file: LoraFile, shapes: Shapes) -> Matched:

@@ -152,7 +152,7 @@ def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, 
     one of its own.
     """
     own = network_shapes(shapes)
-    if in_diffusers_names(own):
+    if layout in ("kohya", "native") and in_diffusers_names(own):
         raise ValueError(
             f"{file.name}: the base is stored under diffusers' names; give one under ComfyUI's (--base; base "
             "on the node)."

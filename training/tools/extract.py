@@ -113,7 +113,8 @@ def size_line(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _ranks(tensors: Mapping[str, Tensor]) -> list[int]:
-    return [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("lora_down.weight")]
+    ends = ("lora_down.weight", "lora_A.weight")
+    return [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(ends)]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..adapters.dora import EPS, column_lengths
 from ..lora_file import LoraFile, LoraLayer, read_lora
-from ..lora_file.match import NO_LAYER, Matched, WholeLayer
+from ..lora_file.match import IGNORED, NO_LAYER, Matched, WholeLayer
 from ..lora_file.names import Shapes
 from ..lora_file.peft import swap_halves
 from ..model import OnProgress, no_progress
@@ -125,15 +125,14 @@ def changes_of(
     ]
     left_out = dict(matched.left_out)
     for part in matched.whole:
-        for suffix, key in _whole_keys(part).items():
-            if key not in shapes or (
-                key != part.target.key and part.target.rows != shapes[part.target.key][0]
-            ):
-                left_out[f"{part.name}.{suffix}"] = "are biases that the base does not have"
+        target, keys = part.target, _whole_keys(part)
+        left_out |= {f"{part.name}.{s}": IGNORED for s in part.tensors if s not in keys and s != "alpha"}
+        for suffix, key in keys.items():
+            is_bias, all_rows = key != target.key, target.rows == shapes[target.key][0]
+            if is_bias and not (all_rows and key in shapes):
+                left_out[f"{part.name}.{suffix}"] = "are biases without a place in the base"
                 continue
-            first, rows = (
-                (part.target.first, part.target.rows) if key == part.target.key else (0, shapes[key][0])
-            )
+            first, rows = (0, shapes[key][0]) if is_bias else (target.first, target.rows)
             expected, found = (rows, *shapes[key][1:]), tuple(part.tensors[suffix].shape)
             if found != expected:
                 raise ValueError(
@@ -141,7 +140,7 @@ def changes_of(
                     "the base that the file was trained on."
                 )
             tensor = part.tensors[suffix]
-            tensor = swap_halves(tensor) if part.target.swapped else tensor
+            tensor = swap_halves(tensor) if target.swapped else tensor
             change = partial(_with_whole, tensor=tensor, first=first, strength=strength)
             changes.append((key, partial(change, replaces=suffix == "set_weight")))
     return changes, left_out

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..adapters.lora import thin_down
 from ..lora_file import LoraFile, LoraLayer, read_lora, rounded
 from ..lora_file.metadata import write_lora
+from ..lora_file.names import FLAT_PREFIXES
 from ..memory.precision import DTYPES
 from .extract import size_line, size_metadata
 from .files import check_output
@@ -72,6 +73,8 @@ def _written(
     found = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(float(down.shape[0]))}
     if magnitude is not None:
         found["dora_scale"] = magnitude
+    elif not name.startswith((*FLAT_PREFIXES, "lora_te")):  # PEFT's names go with PEFT's suffixes
+        found = {"lora_A.weight": down, "lora_B.weight": up}
     return {f"{name}.{suffix}": tensor for suffix, tensor in rounded(found, dtype).items()}
 
 
