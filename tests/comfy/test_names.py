@@ -13,6 +13,7 @@ from graft.tests.comfy.test_text_encoders import clip_of
 from graft.tests.comfy.tiny_models import SIBLINGS, TINY
 from graft.tests.comfy.tiny_others import OTHERS
 from graft.training.adapters import restore_adapters
+from graft.training.comfy import lora_files
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
 from graft.training.loop import initial_state
@@ -226,7 +227,9 @@ def test_no_network_of_comfyuis_is_taken_for_one_in_diffusers_names(tables):
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "lumina2"])
-def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whole(tmp_path, family):
+def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whole(
+    tmp_path, family, monkeypatch
+):
     patcher = MODELS[family]()
     denoiser, state = ComfyDenoiser(patcher), patcher.model.state_dict()
     fresh = initial_state(denoiser, TrainConfig(adapter=AdapterConfig(rank=2, targets="attn-mlp")))
@@ -242,6 +245,12 @@ def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whol
     expected = patched(patcher, lora_tensors(trained, denoiser.family))
     merge_files(base, [(lora, 0.5)], tmp_path / "merged.safetensors")
     assert_close(load_file(tmp_path / "merged.safetensors"), expected)
+    monkeypatch.setattr(lora_files, "lora_file_path", lambda name: lora)
+    merged, _, report = lora_files.merge_lora(patcher, None, "lora.safetensors", 0.5, 1.0)
+    assert report == f"lora.safetensors: merged into {len(weights) // 2} weights"
+    for key, patches in merged.patches.items():
+        weight = comfy.lora.calculate_weight(patches, state[key].clone(), key)
+        assert_close({key: weight}, {key: expected[key]})
     file, checkpoint = read_lora(lora), {key: tuple(t.shape) for key, t in load_file(base).items()}
     for layout in ("kohya", "native"):
         assert_close(patched(patcher, convert(file, layout, shapes=checkpoint)), expected)

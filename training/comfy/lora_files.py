@@ -14,6 +14,8 @@ import torch
 
 from ..lora_file import LoraFile, read_lora
 from ..lora_file.match import NO_LAYER, why_other
+from ..lora_file.names import COMFY, network_names
+from ..lora_file.peft import swap_halves
 from ..memory.precision import DTYPES
 from ..tensor_file import TensorFile
 from ..tools.convert import base_shapes, comfy_reads, convert_file
@@ -52,12 +54,12 @@ def merge_lora(
         check_strength(strength)
     path = lora_file_path(name)
     file = read_lora(path)
-    names: dict[str, Any] = comfy.lora.model_lora_keys_unet(model.model, {})
+    weights = dict(model.model.state_dict())
+    names = {**_more_names(file, weights), **comfy.lora.model_lora_keys_unet(model.model, {})}
     if clip is not None:
         names = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, names)
-    _require_fit(
-        file, names, {**model.model.state_dict(), **(clip.cond_stage_model.state_dict() if clip else {})}
-    )
+        weights |= clip.cond_stage_model.state_dict()
+    _require_fit(file, names, weights)
     tensors = comfy.lora_convert.convert_lora(dict(TensorFile(path)))
     patches = comfy.lora.load_lora(dict(tensors), names, log_missing=False)
     if not patches:
@@ -71,7 +73,8 @@ def merge_lora(
         clip.patcher = patcher
     other = why_other(file)
     left_out = {key: other.get(key, NO_LAYER) for key in _unmatched(tensors, patches, names)}
-    report = [f"{name}: merged into {len(patches)} weights", *left_out_lines(left_out)]
+    count = len({key if isinstance(key, str) else key[0] for key in patches})
+    report = [f"{name}: merged into {count} weights", *left_out_lines(left_out)]
     return merged, clip, "\n".join(report)
 
 
@@ -135,11 +138,25 @@ def inspect_lora(name: str) -> str:
     return text(inspect(read_lora(lora_file_path(name))))
 
 
+def _more_names(file: LoraFile, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what the file's names mean in the network, in the form of ComfyUI's table."""
+    keys = (key for key in weights if key.startswith(COMFY) and key.endswith(".weight"))
+    shapes = {key.removeprefix(COMFY).removesuffix(".weight"): tuple(weights[key].shape) for key in keys}
+    names: dict[str, Any] = {}
+    methods = file.methods
+    for name, target in network_names(shapes).items():
+        if name in methods:
+            key, rows = f"{COMFY}{target.key}.weight", (0, target.first, target.rows)
+            whole = key if target.rows == shapes[target.key][0] else (key, rows)
+            names[name] = (key, rows, swap_halves) if target.swapped else whole
+    return names
+
+
 def _require_fit(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError for a layer that has not its weight's shape: ComfyUI logs it and patches nothing."""
     for name in (name for name in file.methods if name in names):
         key, rows = names[name][:2] if isinstance(names[name], tuple) else (names[name], None)
-        if key not in weights:
+        if key not in weights or not weights[key].is_floating_point():  # packed ones have shapes of their own
             continue
         shape = (rows[2] if rows else weights[key].shape[0], *weights[key].shape[1:])
         whole = file.whole.get(name, {})
