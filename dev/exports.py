@@ -1,0 +1,276 @@
+"""Every LoRA file that Save LoRA writes, loaded by ComfyUI and by diffusers, against what was trained.
+
+    python dev/exports.py write OUT                    families x methods x formats x number formats
+    python dev/exports.py comfy OUT [--comfyui DIR]    through that ComfyUI's own loader, in its own Python
+    python dev/exports.py diffusers OUT                through diffusers' own pipelines
+
+OUT/<family>/base.safetensors is a tiny random model, OUT/<family>/<case>/ a state with random adapters and
+its files. A reader's difference to each weight must be the adapter's own, recomputed from the state. Unless
+that holds for every file, but for those that MISSING lists with the reason, a reader exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import runpy
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parent.parent
+    runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
+    sys.exit(importlib.import_module("graft.dev.exports").main())
+
+from ..training.adapters import restore_adapters
+from ..training.checkpoint import load_state
+from ..training.headless.comfyui import import_comfyui
+from ..training.headless.server import comfyui_version, find_comfyui
+from ..training.layer import LayerSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+"""Largest relative error of a layer's difference: rounding, and in bf16 that of up to four factors."""
+
+KINDS = {2: "linear", 3: "conv1d", 4: "conv2d"}
+"""By the number of a weight's axes. An embedding's difference is formed as a linear layer's."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file, or the words with which Save LoRA refuses to write it."""
+
+    family: str
+    case: str
+    format: str
+    dtype: str
+    refused: str = ""
+
+    def path(self, out: Path) -> Path:
+        name = "".join(letter if letter.isalnum() else "-" for letter in self.format).strip("-")
+        return out / self.family / self.case / f"{name}.{self.dtype}.safetensors"
+
+
+@dataclass
+class Loaded:
+    """What a reader makes of one file."""
+
+    file: Written
+    reader: str
+    layers: int = 0
+    """That were trained."""
+    lost: list[str] = field(default_factory=list)
+    """Layers that the reader leaves as they are."""
+    extra: list[str] = field(default_factory=list)
+    """Weights that it changes and that were not trained."""
+    warnings: list[str] = field(default_factory=list)
+    worst: float = 0.0
+    """Largest relative error of a layer's difference."""
+    ratio: float = 0.0
+    """Norm of all differences over that of the adapters' own."""
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        faults = (self.error, self.lost, self.extra, self.warnings)
+        return not any(faults) and self.worst <= TOLERANCE[self.file.dtype]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Files that a reader cannot have, by globs."""
+
+    reader: str
+    reason: str
+    family: str = "*"
+    case: str = "*"
+    format: str = "*"
+
+    def __contains__(self, item: tuple[str, Written]) -> bool:
+        reader, file = item
+        globs = (
+            (reader, self.reader),
+            (file.family, self.family),
+            (file.case, self.case),
+            (file.format, self.format),
+        )
+        return all(fnmatchcase(value, glob) for value, glob in globs)
+
+
+_DIFFUSERS = "diffusers *"
+_KOHYA = "ComfyUI (kohya)"
+MISSING = (
+    Missing(_DIFFUSERS, "diffusers has no LoHa", case="LoHa*"),
+    Missing(_DIFFUSERS, "diffusers has no LoKr", case="*LoKr*"),
+    Missing(_DIFFUSERS, "diffusers drops the magnitudes of DoRA, with a warning", case="*DoRA*"),
+    Missing(_DIFFUSERS, "diffusers has no Tucker factor", family="SD*", case="Tucker"),
+    Missing(_DIFFUSERS, "diffusers reads SD3 under its own names only", family="SD3*", format=_KOHYA),
+    Missing(
+        _DIFFUSERS,
+        "diffusers reads SD1.5 under its own names and those of sd-scripts, not under ComfyUI's",
+        family="SD1.5",
+        format=_KOHYA,
+    ),
+    Missing(
+        "ComfyUI *",
+        "ComfyUI knows attention layers of U-Nets under diffusers' older names only",
+        family="SD[X1]*",
+        format="diffusers (PEFT)",
+    ),
+    *(
+        Missing(
+            _DIFFUSERS,
+            "diffusers reads kohya's names of Flux within the blocks only; under its own it reads all",
+            family=family,
+            case=case,
+            format=_KOHYA,
+        )
+        for family in ("Flux", "Chroma")
+        for case in ("LoCon", "Tucker", "everything")
+    ),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one of the commands; return 1 where a file does not load as it should."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("command", choices=("write", "comfy", "diffusers"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--comfyui", type=Path, help="folder of a ComfyUI; default: as the tests find it")
+    parser.add_argument("--only", nargs="*", default=["*"], metavar="FAMILY/CASE", help="globs; default: all")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if args.command != "diffusers":
+        comfyui = args.comfyui or find_comfyui()
+        import_comfyui(comfyui, ["--cpu"])
+    if args.command == "write":
+        from .exports_comfy import write
+
+        written = list(write(args.out, args.only))
+        save(args.out / "written.json", [dataclasses.asdict(file) for file in written])
+        refused = sorted({f"{f.family}, {f.case}, {f.format}: {f.refused}" for f in written if f.refused})
+        print(f"{sum(not file.refused for file in written)} files in {args.out}")
+        print(*refused, sep="\n")
+        return 0
+    if args.command == "comfy":
+        from .exports_comfy import read
+
+        reader = f"ComfyUI {comfyui_version(comfyui)}"
+    else:
+        from .exports_diffusers import read, version
+
+        reader = f"diffusers {version()}"
+    files = [Written(**values) for values in json.loads((args.out / "written.json").read_text())]
+    files = [file for file in files if not file.refused and chosen(file, args.only)]
+    results = list(read(args.out, files, reader))
+    save(args.out / f"{reader}.json", [dataclasses.asdict(result) for result in results])
+    print(table(results))
+    wrong = faults(results)
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+def chosen(file: Written, globs: Iterable[str]) -> bool:
+    """Return whether `--only` names the file's case."""
+    return any(fnmatchcase(f"{file.family}/{file.case}", glob) for glob in globs)
+
+
+def save(path: Path, values: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def base_of(out: Path, family: str) -> dict[str, Tensor]:
+    """Return the tiny model's weights: the network's by their paths, the text encoders' behind TEXT."""
+    return load_file(out / family / "base.safetensors")
+
+
+def differences(out: Path, file: Written, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what was trained: weight's path -> its difference, from the state beside the file."""
+    state = load_state(out / file.family / file.case)
+    paths = {name.rsplit(".", 1)[0] for name in state.weights}
+    shapes = {path: tuple(base[f"{path}.weight"].shape) for path in paths}
+    specs = {path: LayerSpec(KINDS[len(shape)], shape) for path, shape in shapes.items()}
+    adapters = restore_adapters(specs, state.adapter, state.weights, torch.device("cpu"))
+    with torch.no_grad():
+        return {f"{path}.weight": adapter.delta(base[f"{path}.weight"]) for path, adapter in adapters.items()}
+
+
+def compare(result: Loaded, trained: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Loaded:
+    """Complete `result` with what differs between these differences, by the same names."""
+    norms = {name: float(difference.norm()) for name, difference in trained.items()}
+    result.layers = len(trained)
+    result.lost = sorted(trained.keys() - found.keys())
+    result.extra = sorted(found.keys() - trained.keys())
+    both = trained.keys() & found.keys()
+    result.worst = max((float((found[n] - trained[n]).norm()) / norms[n] for n in both), default=0.0)
+    norm = math.hypot(*(float(difference.norm()) for difference in found.values()))
+    result.ratio = norm / math.hypot(*norms.values())
+    return result
+
+
+def reason(result: Loaded) -> str:
+    """Return why the reader cannot have the file, "" where it should."""
+    return next((row.reason for row in MISSING if (result.reader, result.file) in row), "")
+
+
+def faults(results: Iterable[Loaded]) -> list[str]:
+    """Return a line for each family and format of which a file does not load, or loads against MISSING."""
+    groups: dict[tuple[str, str, bool], list[Loaded]] = {}
+    for result in results:
+        if result.sound == bool(reason(result)):
+            groups.setdefault((result.file.family, result.file.format, result.sound), []).append(result)
+    lines = []
+    for (family, name, sound), group in groups.items():
+        cases = ", ".join(dict.fromkeys(result.file.case for result in group))
+        said = f"MISSING lists them ({reason(group[0])}), but they load" if sound else fault(group[0])
+        lines.append(f"{group[0].reader}: {family}, {name}: {cases}: {said}")
+    return lines
+
+
+def fault(result: Loaded) -> str:
+    """Return what is wrong with a file."""
+    named = {"lost": result.lost, "changed though not trained": result.extra}
+    parts = [result.error[:200]]
+    parts += [
+        f"{len(names)} layers {what} ({', '.join(names[:3])})" for what, names in named.items() if names
+    ]
+    if result.worst > TOLERANCE[result.file.dtype]:
+        parts.append(f"relative error of a layer up to {result.worst:.1e}")
+    parts += [warning[:200] for warning in result.warnings[:2]]
+    return "; ".join(filter(None, parts))
+
+
+def table(results: Iterable[Loaded]) -> str:
+    """Return a row for each family and format, and how many files are not there, by reason."""
+    head = f"{'family':<11} {'format':<17} {'reader':<16} files sound layers  lost  norm ratio   worst error"
+    lines = [head + "".join(f" {dtype:>8}" for dtype in DTYPES)]
+    groups: dict[tuple[str, str, str], list[Loaded]] = {}
+    absent: Counter[str] = Counter()
+    for result in results:
+        if why := reason(result):
+            absent[why] += 1
+        else:
+            key = (result.file.family, result.file.format, result.reader)
+            groups.setdefault(key, []).append(result)
+    for (family, name, reader), group in groups.items():
+        exact = [result.ratio for result in group if result.file.dtype == "fp32"]
+        worst = [max(r.worst for r in group if r.file.dtype == dtype) for dtype in DTYPES]
+        lines.append(
+            f"{family:<11} {name:<17} {reader:<16} {len(group):>5} {sum(r.sound for r in group):>5} "
+            f"{sum(r.layers for r in group):>6} {sum(len(r.lost) for r in group):>5} {min(exact):>5.3f} "
+            f"{max(exact):>5.3f}            " + "".join(f" {error:>8.1e}" for error in worst)
+        )
+    return "\n".join([*lines, *(f"not there, {count} files: {why}" for why, count in absent.items())])

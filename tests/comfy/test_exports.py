@@ -1,0 +1,76 @@
+"""The sweep of exported files (dev/exports.py) over a few of them: what it accepts, and what it finds."""
+
+import dataclasses
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from graft.dev import exports, exports_comfy
+
+CASES = ["Flux/LoRA attn", "Flux/DoRA", "SD3.5M/text LoRA"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder and its files."""
+    out = tmp_path_factory.mktemp("exports")
+    return out, [file for file in exports_comfy.write(out, CASES) if not file.refused]
+
+
+def one(files, dtype="fp32"):
+    return next(file for file in files if file.case == "LoRA attn" and file.dtype == dtype)
+
+
+def test_comfyui_loads_what_was_trained(written):
+    out, files = written
+    results = list(exports_comfy.read(out, files, "ComfyUI"))
+    assert {(result.file.family, result.file.case) for result in results} == {
+        tuple(case.split("/")) for case in CASES
+    }
+    assert not exports.faults(results)
+    assert all(result.layers and result.ratio == pytest.approx(1.0, abs=2e-3) for result in results)
+
+
+def test_diffusers_loads_what_was_trained(written):
+    pytest.importorskip("diffusers")
+    from graft.dev import exports_diffusers
+
+    out, files = written
+    results = list(exports_diffusers.read(out, files, f"diffusers {exports_diffusers.version()}"))
+    assert not exports.faults(results)
+    assert sum(result.sound for result in results) >= 4
+
+
+@pytest.mark.parametrize("dtype", exports.DTYPES)
+def test_a_lost_alpha_a_lost_layer_and_another_reader_than_listed_are_found(written, dtype, tmp_path):
+    out, files = written
+    file = one(files, dtype)
+    shutil.copytree(out / "Flux", tmp_path / "Flux")
+    tensors = load_file(file.path(out))
+    first = min(tensors).rpartition(".")[0]
+    changed = {
+        "alpha": {key: tensor for key, tensor in tensors.items() if not key.endswith("alpha")},
+        "layer": {key.replace(first, first + "x"): tensor for key, tensor in tensors.items()},
+        "absent": {key: tensor for key, tensor in tensors.items() if not key.startswith(first)},
+    }
+    found = {}
+    for name, weights in changed.items():
+        other = dataclasses.replace(file, format=name)
+        save_file(weights, other.path(tmp_path))
+        [result] = exports_comfy.read(tmp_path, [other], "ComfyUI")
+        found[name] = exports.fault(result)
+    assert found["alpha"].startswith("relative error of a layer up to 1.0e+00")
+    assert found["layer"].startswith("1 layers lost") and "lora key not loaded" in found["layer"]
+    assert found["absent"].startswith("1 layers lost") and "not loaded" not in found["absent"]
+
+
+def test_a_file_that_loads_though_it_is_listed_as_missing_is_a_fault(written, monkeypatch):
+    out, files = written
+    results = list(exports_comfy.read(out, [one(files)], "ComfyUI 1"))
+    assert not exports.faults(results)
+    row = exports.Missing("ComfyUI *", "no reason", family="Flux")
+    monkeypatch.setattr(exports, "MISSING", (row,))
+    [line] = exports.faults(results)
+    assert line.endswith("MISSING lists them (no reason), but they load")
+    assert exports.table(results).endswith("not there, 1 files: no reason")
