@@ -16,7 +16,7 @@ import comfy.utils
 import torch
 from safetensors.torch import save_file
 
-from ..tests.comfy.test_text_encoders import clip_of
+from ..tests.comfy.tiny_clips import clip_of
 from ..tests.comfy.tiny_models import SIBLINGS, TINY, Tiny
 from ..training import rng
 from ..training.adapters import named_parameters, restore_adapters
@@ -68,7 +68,7 @@ FAMILIES = {
 for keys and values than for queries."""
 
 CLIPS = {"SDXL": "sdxl", "SD1.5": "sd15", "SD3": "sd35m", "SD3.5M": "sd35m"}
-"""Families whose text encoders can be trained -> those of test_text_encoders."""
+"""Families whose text encoders can be trained -> the tiny CLIP of the same ones."""
 
 CASES = {
     "LoRA attn": AdapterConfig(targets="attn"),

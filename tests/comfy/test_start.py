@@ -21,8 +21,9 @@ from graft.training.lora_file.start import config_from_file, match_layers, start
 from graft.training.state import TrainState
 
 from .test_text_encoders import CONFIG as WITH_TEXT
-from .test_text_encoders import clip_of, tiny
+from .test_text_encoders import tiny
 from .test_training import Noise, sd3_state_dict
+from .tiny_clips import clip_of
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,18 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
-from types import SimpleNamespace
 
 import comfy.model_management
 import comfy.sd
-import comfy.sd1_clip
-import comfy.sdxl_clip
-import comfy.text_encoders.sd3_clip as sd3_clip
 import pytest
 import torch
 
 from graft.nodes.tools import MemoryPlan
 from graft.nodes.train import TrainSteps
-from graft.tests import dynamic_vram
 from graft.tests.card import PRETENDED
-from graft.tests.comfy.tiny_models import TINY, fill
+from graft.tests.comfy.tiny_clips import ENCODERS, WIDTHS, clip_of
+from graft.tests.comfy.tiny_models import TINY
 from graft.tests.memory.helpers import measured
 from graft.training.adapters import attach, lr_scales, restore_adapters, select
 from graft.training.checkpoint import load_state, save_state
@@ -43,12 +38,6 @@ from graft.training.lora_file.formats import diffusers_tensors
 from graft.training.memory.forecast import forecast
 from graft.training.validation import validation_loss
 
-WIDTHS = {"sd15": {"clip_l": 64}, "sdxl": {"clip_l": 24, "clip_g": 40}, "sd35m": {"clip_l": 24, "clip_g": 40}}
-ENCODERS = {
-    "sd15": (comfy.sd1_clip.SD1ClipModel, comfy.sd1_clip.SD1Tokenizer),
-    "sdxl": (comfy.sdxl_clip.SDXLClipModel, comfy.sdxl_clip.SDXLTokenizer),
-    "sd35m": (sd3_clip.sd3_clip(t5=False), sd3_clip.SD3Tokenizer),
-}
 CONTEXT = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 128}}
 UNETS = {
     "sd15": {},
@@ -64,23 +53,6 @@ CONFIG = TrainConfig(
     memory=MemoryConfig(dtype="fp32"),
 )
 every = pytest.mark.parametrize("name", ENCODERS)
-
-
-@dynamic_vram.off()
-def clip_of(name, seed=5):
-    """A CLIP of three layers an encoder."""
-    base = json.loads(open(comfy.sd1_clip.__file__.replace(".py", "_config.json")).read())
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-    options = {
-        f"{encoder}_model_config": {**base, **sizes, "hidden_size": width, "projection_dim": width}
-        for encoder, width in WIDTHS[name].items()
-    }
-    model, tokenizer = ENCODERS[name]
-    cpu = torch.device("cpu")
-    options |= {"load_device": cpu, "offload_device": cpu, "dtype": torch.float32}
-    clip = comfy.sd.CLIP(SimpleNamespace(params={}, clip=model, tokenizer=tokenizer), model_options=options)
-    fill(clip.cond_stage_model, seed)
-    return clip
 
 
 def encoded(clip, caption):
