@@ -76,7 +76,8 @@ class Loaded:
     """Weights that it changes and that were not trained."""
     warnings: list[str] = field(default_factory=list)
     worst: float = 0.0
-    """Largest relative error of a layer's difference."""
+    """Largest relative error of a layer's difference, which is that of `worst_layer`."""
+    worst_layer: str = ""
     ratio: float = 0.0
     """Norm of all differences over that of the adapters' own."""
     error: str = ""
@@ -110,6 +111,8 @@ class Missing:
 
 _DIFFUSERS = "diffusers *"
 _KOHYA = "ComfyUI (kohya)"
+_EVERY_LAYER = ("LoCon", "Tucker", "everything")
+"""Cases of plain LoRA with layers outside the blocks."""
 MISSING = (
     Missing(_DIFFUSERS, "diffusers has no LoHa", case="LoHa*"),
     Missing(_DIFFUSERS, "diffusers has no LoKr", case="*LoKr*"),
@@ -123,10 +126,19 @@ MISSING = (
         format=_KOHYA,
     ),
     Missing(
-        "ComfyUI *",
-        "ComfyUI knows attention layers of U-Nets under diffusers' older names only",
-        family="SD[X1]*",
-        format="diffusers (PEFT)",
+        _DIFFUSERS,
+        "diffusers reads Lumina 2 under ComfyUI's names only where every layer of the blocks is trained",
+        family="Lumina2",
+        format=_KOHYA,
+    ),
+    *(
+        Missing(
+            "ComfyUI *",
+            "ComfyUI does not know what diffusers calls the layers of U-Nets and Lumina 2",
+            family=family,
+            format="diffusers (PEFT)",
+        )
+        for family in ("SD1.5", "SDXL", "Lumina2")
     ),
     *(
         Missing(
@@ -137,7 +149,18 @@ MISSING = (
             format=_KOHYA,
         )
         for family in ("Flux", "Chroma")
-        for case in ("LoCon", "Tucker", "everything")
+        for case in _EVERY_LAYER
+    ),
+    *(
+        Missing(
+            _DIFFUSERS,
+            "diffusers keeps ComfyUI's order of shift and scale in Flux.2's last modulation",
+            family=family,
+            case=case,
+            format=_KOHYA,
+        )
+        for family in ("Flux.2", "Klein")
+        for case in _EVERY_LAYER
     ),
 )
 
@@ -160,9 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         written = list(write(args.out, args.only))
         save(args.out / "written.json", [dataclasses.asdict(file) for file in written])
-        refused = sorted({f"{f.family}, {f.case}, {f.format}: {f.refused}" for f in written if f.refused})
+        refused = Counter(f"{f.format}: {f.refused.rpartition(': ')[2]}" for f in written if f.refused)
         print(f"{sum(not file.refused for file in written)} files in {args.out}")
-        print(*refused, sep="\n")
+        print(*(f"refused, {count} files, {why}" for why, count in refused.items()), sep="\n")
         return 0
     if args.command == "comfy":
         from .exports_comfy import read
@@ -214,8 +237,9 @@ def compare(result: Loaded, trained: Mapping[str, Tensor], found: Mapping[str, T
     result.layers = len(trained)
     result.lost = sorted(trained.keys() - found.keys())
     result.extra = sorted(found.keys() - trained.keys())
-    both = trained.keys() & found.keys()
-    result.worst = max((float((found[n] - trained[n]).norm()) / norms[n] for n in both), default=0.0)
+    errors = {n: float((found[n] - trained[n]).norm()) / norms[n] for n in trained.keys() & found.keys()}
+    result.worst_layer = max(errors, key=errors.__getitem__, default="")
+    result.worst = errors.get(result.worst_layer, 0.0)
     norm = math.hypot(*(float(difference.norm()) for difference in found.values()))
     result.ratio = norm / math.hypot(*norms.values())
     return result
@@ -248,7 +272,7 @@ def fault(result: Loaded) -> str:
         f"{len(names)} layers {what} ({', '.join(names[:3])})" for what, names in named.items() if names
     ]
     if result.worst > TOLERANCE[result.file.dtype]:
-        parts.append(f"relative error of a layer up to {result.worst:.1e}")
+        parts.append(f"relative error of {result.worst:.1e} in {result.worst_layer}")
     parts += [warning[:200] for warning in result.warnings[:2]]
     return "; ".join(filter(None, parts))
 

@@ -60,7 +60,7 @@ def test_a_lost_alpha_a_lost_layer_and_another_reader_than_listed_are_found(writ
         save_file(weights, other.path(tmp_path))
         [result] = exports_comfy.read(tmp_path, [other], "ComfyUI")
         found[name] = exports.fault(result)
-    assert found["alpha"].startswith("relative error of a layer up to 1.0e+00")
+    assert found["alpha"].startswith("relative error of 1.0e+00 in ")
     assert found["layer"].startswith("1 layers lost") and "lora key not loaded" in found["layer"]
     assert found["absent"].startswith("1 layers lost") and "not loaded" not in found["absent"]
 
