@@ -3,6 +3,7 @@
     python dev/exports.py write OUT                    families x methods x formats x number formats
     python dev/exports.py comfy OUT [--comfyui DIR]    through that ComfyUI's own loader, in its own Python
     python dev/exports.py diffusers OUT                through diffusers' own pipelines
+    python dev/exports.py table OUT                    what all readers so far have found
 
 OUT/<family>/base.safetensors is a tiny random model, OUT/<family>/<case>/ a state with random adapters and
 its files. A reader's difference to each weight must be the adapter's own, recomputed from the state. Unless
@@ -39,6 +40,7 @@ from ..training.headless.comfyui import import_comfyui
 from ..training.headless.server import comfyui_version, find_comfyui
 from ..training.layer import LayerSpec
 
+WRITTEN = "written.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 """Largest relative error of a layer's difference: rounding, and in bf16 that of up to four factors."""
@@ -169,40 +171,59 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one of the commands; return 1 where a file does not load as it should."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("command", choices=("write", "comfy", "diffusers"))
+    parser.add_argument("command", choices=("write", "comfy", "diffusers", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--comfyui", type=Path, help="folder of a ComfyUI; default: as the tests find it")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="FAMILY/CASE", help="globs; default: all")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if args.command != "diffusers":
-        comfyui = args.comfyui or find_comfyui()
-        import_comfyui(comfyui, ["--cpu"])
     if args.command == "write":
-        from .exports_comfy import write
-
-        written = list(write(args.out, args.only))
-        save(args.out / "written.json", [dataclasses.asdict(file) for file in written])
-        refused = Counter(f"{f.format}: {f.refused.rpartition(': ')[2]}" for f in written if f.refused)
-        print(f"{sum(not file.refused for file in written)} files in {args.out}")
-        print(*(f"refused, {count} files, {why}" for why, count in refused.items()), sep="\n")
-        return 0
+        return write_files(args)
+    if args.command == "table":
+        return report(read_results(args.out))
     if args.command == "comfy":
+        version = start_comfyui(args)
         from .exports_comfy import read
 
-        reader = f"ComfyUI {comfyui_version(comfyui)}"
+        reader = f"ComfyUI {version}"
     else:
         from .exports_diffusers import read, version
 
-        reader = f"diffusers {version()}"
-    files = [Written(**values) for values in json.loads((args.out / "written.json").read_text())]
+        reader = f"diffusers {version}"
+    files = [Written(**values) for values in json.loads((args.out / WRITTEN).read_text())]
     files = [file for file in files if not file.refused and chosen(file, args.only)]
+    if not files:
+        parser.error(f"{args.out} has no file of {', '.join(args.only)}; write them first.")
     results = list(read(args.out, files, reader))
-    save(args.out / f"{reader}.json", [dataclasses.asdict(result) for result in results])
-    print(table(results))
-    wrong = faults(results)
-    print(*wrong, sep="\n")
-    return 1 if wrong else 0
+    save(args.out / f"{reader}.json", results)
+    return report(results)
+
+
+def write_files(args: argparse.Namespace) -> int:
+    """Write the files and the list of them; say what Save LoRA refuses."""
+    start_comfyui(args)
+    from .exports_comfy import write
+
+    files = list(write(args.out, args.only))
+    save(args.out / WRITTEN, files)
+    refused = Counter(f"{f.format}: {f.refused.rpartition(': ')[2]}" for f in files if f.refused)
+    print(f"{len(files) - refused.total()} files in {args.out}")
+    print(*(f"refused, {count} files, {why}" for why, count in refused.items()), sep="\n")
+    return 0
+
+
+def start_comfyui(args: argparse.Namespace) -> str:
+    """Make the ComfyUI of the command line importable; return its version."""
+    comfyui = args.comfyui or find_comfyui()
+    import_comfyui(comfyui, ["--cpu"])
+    return comfyui_version(comfyui)
+
+
+def report(results: list[Loaded]) -> int:
+    """Print the table and the faults; return 1 where there are any."""
+    lines = faults(results)
+    print(table(results), *lines, sep="\n")
+    return 1 if lines else 0
 
 
 def chosen(file: Written, globs: Iterable[str]) -> bool:
@@ -210,9 +231,16 @@ def chosen(file: Written, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(f"{file.family}/{file.case}", glob) for glob in globs)
 
 
-def save(path: Path, values: object) -> None:
+def save(path: Path, rows: Iterable[Written | Loaded]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1), encoding="utf-8")
+
+
+def read_results(out: Path) -> list[Loaded]:
+    """Return what each reader found when it was last run."""
+    paths = sorted(path for path in out.glob("*.json") if path.name != WRITTEN)
+    rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))]
+    return [Loaded(**{**row, "file": Written(**row["file"])}) for row in rows]
 
 
 def base_of(out: Path, family: str) -> dict[str, Tensor]:
@@ -252,15 +280,16 @@ def reason(result: Loaded) -> str:
 
 def faults(results: Iterable[Loaded]) -> list[str]:
     """Return a line for each family and format of which a file does not load, or loads against MISSING."""
-    groups: dict[tuple[str, str, bool], list[Loaded]] = {}
+    groups: dict[tuple[str, str, str, bool], list[Loaded]] = {}
     for result in results:
         if result.sound == bool(reason(result)):
-            groups.setdefault((result.file.family, result.file.format, result.sound), []).append(result)
+            key = (result.reader, result.file.family, result.file.format, result.sound)
+            groups.setdefault(key, []).append(result)
     lines = []
-    for (family, name, sound), group in groups.items():
+    for (reader, family, name, sound), group in groups.items():
         cases = ", ".join(dict.fromkeys(result.file.case for result in group))
         said = f"MISSING lists them ({reason(group[0])}), but they load" if sound else fault(group[0])
-        lines.append(f"{group[0].reader}: {family}, {name}: {cases}: {said}")
+        lines.append(f"{reader}: {family}, {name}: {cases}: {said}")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -158,8 +159,9 @@ def model_of(family: str) -> tuple[Any, Any]:
 
 
 def weights_of(patcher: Any, clip: Any) -> dict[str, torch.Tensor]:
-    """Return all tensors of the network and the text encoders by the paths of their modules."""
-    found = dict(patcher.get_model_object(NETWORK).state_dict())
+    """Return all tensors of the network and the text encoders by the names that checkpoints have for them."""
+    network = patcher.get_model_object(NETWORK).state_dict()
+    found = {re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", name): t for name, t in network.items()}
     if clip is not None:
         found |= {TEXT + name: tensor for name, tensor in clip.cond_stage_model.state_dict().items()}
     return {name: tensor.float().contiguous().clone() for name, tensor in found.items()}
@@ -168,7 +170,7 @@ def weights_of(patcher: Any, clip: Any) -> dict[str, torch.Tensor]:
 def set_weights(patcher: Any, clip: Any, base: dict[str, torch.Tensor]) -> None:
     """Give the models the weights that `write` kept. Raises ValueError where a layer has another name.
 
-    Norms, which versions name differently, are left as they are.
+    Flux's norms, which newer versions name differently, are left as they are.
     """
     parts = {"": patcher.get_model_object(NETWORK)} | ({TEXT: clip.cond_stage_model} if clip else {})
     for prefix, module in parts.items():

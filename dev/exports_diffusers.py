@@ -27,6 +27,7 @@ from torch import Tensor
 from ..training.family import TEXT, is_text
 from .exports import Loaded, Written, base_of, compare, differences
 
+version = diffusers.__version__
 ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 
 
@@ -206,10 +207,6 @@ TWINS = {
         },
     ),
 }
-
-
-def version() -> str:
-    return diffusers.__version__
 
 
 def read(out: Path, files: Iterable[Written], reader: str) -> Iterator[Loaded]:

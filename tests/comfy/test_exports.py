@@ -37,7 +37,7 @@ def test_diffusers_loads_what_was_trained(written):
     from graft.dev import exports_diffusers
 
     out, files = written
-    results = list(exports_diffusers.read(out, files, f"diffusers {exports_diffusers.version()}"))
+    results = list(exports_diffusers.read(out, files, f"diffusers {exports_diffusers.version}"))
     assert not exports.faults(results)
     assert sum(result.sound for result in results) >= 4
 
