@@ -265,12 +265,20 @@ def compare(result: Loaded, trained: Mapping[str, Tensor], found: Mapping[str, T
     result.layers = len(trained)
     result.lost = sorted(trained.keys() - found.keys())
     result.extra = sorted(found.keys() - trained.keys())
-    errors = {n: float((found[n] - trained[n]).norm()) / norms[n] for n in trained.keys() & found.keys()}
+    errors = {name: relative_error(found[name], trained[name]) for name in trained.keys() & found.keys()}
     result.worst_layer = max(errors, key=errors.__getitem__, default="")
     result.worst = errors.get(result.worst_layer, 0.0)
     norm = math.hypot(*(float(difference.norm()) for difference in found.values()))
     result.ratio = norm / math.hypot(*norms.values())
     return result
+
+
+def relative_error(found: Tensor, trained: Tensor) -> float:
+    """Return the norm of what differs over that of what was trained; infinite where they do not compare."""
+    if found.shape != trained.shape:
+        return math.inf
+    error = float((found - trained).norm() / trained.norm())
+    return math.inf if math.isnan(error) else error
 
 
 def reason(result: Loaded) -> str:

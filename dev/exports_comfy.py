@@ -127,15 +127,13 @@ def read(out: Path, files: Iterable[Written], reader: str) -> Iterator[Loaded]:
         base = base_of(out, family)
         set_weights(patcher, clip, base)
         for case, cased in groupby(group, lambda file: file.case):
-            with_text = CASES[case].text_encoder
-            trained = None
-            for file in cased:
-                trained = trained or differences(out, file, base)
+            of_case = list(cased)
+            trained = differences(out, of_case[0], base)
+            encoders = clip if CASES[case].text_encoder else None
+            for file in of_case:
                 with warnings_kept() as warnings:
                     tensors = comfy.utils.load_torch_file(str(file.path(out)), safe_load=True)
-                    model, text = comfy.sd.load_lora_for_models(
-                        patcher, clip if with_text else None, tensors, 1.0, 1.0
-                    )
+                    model, text = comfy.sd.load_lora_for_models(patcher, encoders, tensors, 1.0, 1.0)
                     found = {k.removeprefix(f"{NETWORK}."): v for k, v in patched(model).items()}
                     found |= {TEXT + k: v for k, v in patched(text and text.patcher).items()}
                 yield compare(Loaded(file, reader, warnings=warnings), trained, found)

@@ -215,9 +215,9 @@ def read(out: Path, files: Iterable[Written], reader: str) -> Iterator[Loaded]:
         twin, base = TWINS[family], base_of(out, family)
         require_twin(twin, base)
         for _, cased in groupby(group, lambda file: file.case):
-            trained = None
-            for file in cased:
-                trained = trained or renamed(twin, base, differences(out, file, base))
+            of_case = list(cased)
+            trained = renamed(twin, base, differences(out, of_case[0], base))
+            for file in of_case:
                 yield load(twin, out, file, reader, trained)
         print(f"{family}: read", flush=True)
 

@@ -43,7 +43,7 @@ def test_diffusers_loads_what_was_trained(written):
 
 
 @pytest.mark.parametrize("dtype", exports.DTYPES)
-def test_a_lost_alpha_a_lost_layer_and_another_reader_than_listed_are_found(written, dtype, tmp_path):
+def test_a_lost_alpha_a_lost_layer_and_numbers_that_are_none_are_found(written, dtype, tmp_path):
     out, files = written
     file = one(files, dtype)
     shutil.copytree(out / "Flux", tmp_path / "Flux")
@@ -53,6 +53,7 @@ def test_a_lost_alpha_a_lost_layer_and_another_reader_than_listed_are_found(writ
         "alpha": {key: tensor for key, tensor in tensors.items() if not key.endswith("alpha")},
         "layer": {key.replace(first, first + "x"): tensor for key, tensor in tensors.items()},
         "absent": {key: tensor for key, tensor in tensors.items() if not key.startswith(first)},
+        "nan": {**tensors, f"{first}.lora_up.weight": tensors[f"{first}.lora_up.weight"] / 0},
     }
     found = {}
     for name, weights in changed.items():
@@ -61,6 +62,7 @@ def test_a_lost_alpha_a_lost_layer_and_another_reader_than_listed_are_found(writ
         [result] = exports_comfy.read(tmp_path, [other], "ComfyUI")
         found[name] = exports.fault(result)
     assert found["alpha"].startswith("relative error of 1.0e+00 in ")
+    assert found["nan"].startswith("relative error of inf in ")
     assert found["layer"].startswith("1 layers lost") and "lora key not loaded" in found["layer"]
     assert found["absent"].startswith("1 layers lost") and "not loaded" not in found["absent"]
 
