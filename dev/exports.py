@@ -145,7 +145,7 @@ MISSING = (
     *(
         Missing(
             _DIFFUSERS,
-            "diffusers reads kohya's names of Flux within the blocks only; under its own it reads all",
+            "diffusers reads ComfyUI's names of Flux and Chroma within the blocks only",
             family=family,
             case=case,
             format=_KOHYA,
