@@ -10,6 +10,7 @@ from comfy_api.latest import io
 
 from ..training.checkpoint import StateHandle, open_state, save_state
 from ..training.comfy import paths
+from ..training.comfy.graph_run import QueuedNode
 from ..training.family import family_named
 from ..training.lora_file.formats import FILE_FORMATS, comfy_reads
 from ..training.lora_file.metadata import WEIGHTS, lora_metadata, write_lora
@@ -110,7 +111,7 @@ class SaveLora(io.ComfyNode):
             title=path.stem,
             trigger=trigger,
             cover=cover[0] if cover is not None else None,
-            graph=_graph(cls.hidden) if save_workflow else {},
+            graph=_graph(QueuedNode.of(cls.hidden)) if save_workflow else {},
             finished=(state.path / "state.json").stat().st_mtime,
             seconds=_seconds(state),
         )
@@ -147,11 +148,10 @@ def _weights_in(path: Path) -> str | None:
         return "" if path.exists() else None
 
 
-def _graph(hidden: Any) -> dict[str, Any]:
+def _graph(node: QueuedNode) -> dict[str, Any]:
     """Return where the graph came from: the editor's workflow or a job file, else the graph itself."""
-    extra = hidden.extra_pnginfo or {}
-    sources = {name: extra[name] for name in ("workflow", "graft_job") if extra.get(name)}
-    return sources or ({"prompt": hidden.prompt} if hidden.prompt else {})
+    sources = {name: node.extra[name] for name in ("workflow", "graft_job") if node.extra.get(name)}
+    return sources or ({"prompt": node.prompt} if node.prompt else {})
 
 
 def _seconds(state: StateHandle) -> float:

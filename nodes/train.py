@@ -151,7 +151,7 @@ class TrainSteps(io.ComfyNode):
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)
         saving = checkpoint_settings or Saving()
-        node = QueuedNode(cls.hidden.unique_id, cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        node = QueuedNode.of(cls.hidden)
         processes = gpus if workers.trained_before(node.id) else max(gpus, distributed.world())
         last = steps + (resumed.step if resumed else 0)
         config = replace(

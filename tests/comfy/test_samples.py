@@ -24,7 +24,7 @@ from graft.training.comfy import grid
 from graft.training.comfy import samples as samples_module
 from graft.training.comfy.notes import family_in
 
-from .test_first_lora import assert_same_lora, first_lora, four_squares
+from .test_first_lora import assert_same_lora, first_lora, four_squares, lora
 from .tiny_models import TINY
 
 
@@ -345,3 +345,16 @@ def test_a_run_is_continued_from_its_folder(execute, base):
     prompt["70"]["inputs"]["name"] = "no such run"
     with pytest.raises(RuntimeError, match="neither a state in .* nor a run with a checkpoint"):
         execute(prompt)
+
+
+@pytest.mark.parametrize("extra", ["x", [1], 5, None])
+def test_what_a_client_sends_along_may_be_anything(execute, base, extra):
+    name = f"along_{type(extra).__name__}"
+    prompt = sampled(name, every=4, before_training=False, prompts="a square")
+    stock = ("9", "10", "11", "12")  # ComfyUI's Save Image takes objects alone
+    graph = {key: node for key, node in prompt.items() if key not in stock}
+    execute(graph, extra_data={"extra_pnginfo": extra})
+    [picture] = drawn(base, name).values()
+    with Image.open(picture) as image:
+        assert "prompt" in image.text and "workflow" not in image.text
+    assert "prompt" in lora(base, name)[1]

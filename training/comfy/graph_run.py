@@ -31,13 +31,19 @@ class QueuedNode:
     id: str | None
     prompt: Mapping[str, Any] | None
     """The graph in API form."""
-    extra: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
     """What a client sent along; the editor sends "workflow"."""
+
+    @classmethod
+    def of(cls, hidden: Any) -> QueuedNode:
+        """Return what the hidden inputs of a node say, whatever a client sent as `extra_pnginfo`."""
+        extra = hidden.extra_pnginfo
+        return cls(hidden.unique_id, hidden.prompt, extra if isinstance(extra, dict) else {})
 
     @property
     def workflow(self) -> str | None:
         """The id of the workflow that came with the prompt, whatever a client sent as one."""
-        workflow = self.extra.get("workflow") if isinstance(self.extra, dict) else None
+        workflow = self.extra.get("workflow")
         found = workflow.get("id") if isinstance(workflow, dict) else None
         return found if isinstance(found, str) else None
 
@@ -138,5 +144,5 @@ class GraphRun:
             last=self.last,
             trigger=self.dataset.trigger,
             node_id=self.node.id,
-            metadata={"prompt": self.node.prompt, **(self.node.extra or {})},
+            metadata={"prompt": self.node.prompt, **self.node.extra},
         )
