@@ -90,12 +90,29 @@ def test_a_run_that_has_begun_has_nothing_before_its_first_step(run):
 
 def test_a_long_log_comes_in_parts(run, monkeypatch):
     monkeypatch.setattr(run_log, "CHUNK", 40)
-    steps, start, more = [], 0, True
+    assert [entry["step"] for entry in all_entries(run / "log.jsonl")] == [1, 2, 3]
+
+
+def all_entries(path):
+    entries, start, more = [], 0, True
     while more:
-        part = run_log.read_entries(run / "log.jsonl", start)
-        steps += [entry["step"] for entry in part["entries"]]
+        part = run_log.read_entries(path, start)
+        entries += part["entries"]
         start, more = part["next"], part["more"]
-    assert steps == [1, 2, 3]
+    return entries
+
+
+def test_a_line_longer_than_a_part_does_not_hide_the_steps_behind_it(run, monkeypatch):
+    monkeypatch.setattr(run_log, "CHUNK", 40)
+    (run / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "x": "' + 123 * "x" + '"}\n{"step": 3}\n')
+    assert [entry["step"] for entry in all_entries(run / "log.jsonl")] == [1, 3]
+
+
+def test_numbers_beyond_json_come_out_as_none(run):
+    (run / "log.jsonl").write_text('{"step": 1, "loss": 1e309, "lr": [-1e999, Infinity, NaN, 1e-3]}\n')
+    [(_, body)] = ask(f"/graft/log?run={RUN}")
+    [entry] = json.loads(body, parse_constant=pytest.fail)["entries"]
+    assert entry == {"step": 1, "loss": None, "lr": [None, None, None, 1e-3]}
 
 
 def test_samples_and_checkpoints_are_listed_by_step(run):

@@ -95,7 +95,8 @@ def read_log(path: Path) -> list[Entry]:
 def read_entries(path: Path, start: int) -> dict[str, Any]:
     """Return the whole lines of a log from byte `start` on, at most CHUNK bytes of them.
 
-    A line that is no entry, as after a kill or when `start` lies within one, is passed over.
+    Passed over: a line that is no entry, as after a kill or when `start` lies within one, and a line that is
+    longer than CHUNK.
     """
     try:
         with path.open("rb") as file:
@@ -105,7 +106,8 @@ def read_entries(path: Path, start: int) -> dict[str, Any]:
             text = file.read(CHUNK)
     except OSError:
         return {"start": 0, "next": 0, "more": False, "entries": []}
-    whole = text[: text.rfind(b"\n") + 1]
+    end = text.rfind(b"\n") + 1
+    whole = text if not end and len(text) == CHUNK else text[:end]
     entries = [entry for line in whole.splitlines() if (entry := _entry(line)) is not None]
     return {
         "start": start,
@@ -116,9 +118,9 @@ def read_entries(path: Path, start: int) -> dict[str, Any]:
 
 
 def _entry(line: str | bytes) -> Entry | None:
-    """Return a line of the log, or None for what is no entry; JSON's NaN is none."""
+    """Return a line of the log, or None for what is no entry; numbers that JSON does not know become None."""
     try:
-        found = json.loads(line, parse_constant=lambda name: None)
+        found = json.loads(line, parse_constant=lambda name: None, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and type(found.get("step")) is int else None
@@ -276,6 +278,12 @@ def _csv(line: Entry) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow([line.get(name) for name in FIELDS])
     return text.getvalue()
+
+
+def _finite(text: str) -> float | None:
+    """Return the number that `text` says, None for one beyond all floats, as 1e309."""
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _rounded(value: Any) -> Any:
