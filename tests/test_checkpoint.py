@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,39 @@ def test_a_save_that_breaks_at_any_moment_leaves_the_state_before_or_after(
     assert_same(load_state(tmp_path), state if broke else later)
     open_state(tmp_path)
     assert not list(tmp_path.glob(".writing-*"))
+
+
+DEEP = "[" * 100_000
+NO_STATES = [
+    DEEP,
+    "{}",
+    "[]",
+    "5",
+    "null",
+    '{"format": 1}',
+    '{"format": 1, "step": "x", "tensors": "\\u0000"}',
+    "\ud800",
+]
+NO_STATES += ['{"format": 1, "tensors": "\\ud800"}']
+NO_STATES += [f'{{"format": 1, "x": {"[" * depth}{"]" * depth}}}' for depth in (300, 600, 900, 950, 980)]
+
+
+@pytest.mark.parametrize("text", NO_STATES, ids=lambda text: text[:20])
+def test_whatever_lies_in_place_of_a_state_is_refused_by_name(text, state, tmp_path):
+    save_state(state, tmp_path)
+    (tmp_path / "state.json").write_text(text, "utf-8", "surrogatepass")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}.*training state"):
+        open_state(tmp_path)
+
+
+def test_a_state_with_a_flipped_bit_anywhere_is_refused_or_the_same(state, tmp_path):
+    handle = save_state(state, tmp_path)
+    values = tmp_path / "state.json"
+    text = values.read_bytes()
+    for at in range(0, len(text), 7):
+        values.write_bytes(text[:at] + bytes([text[at] ^ 1 << at % 8]) + text[at + 1 :])
+        with contextlib.suppress(ValueError):
+            assert open_state(tmp_path) == handle
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "edit", "empty"])

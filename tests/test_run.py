@@ -30,6 +30,7 @@ from graft.training.config import (
     from_dict,
     to_dict,
 )
+from graft.training.earlier import earlier_notes
 from graft.training.loop import STOP
 from graft.training.lora_file import lora_tensors
 from graft.training.optimizer import OPTIMIZERS
@@ -152,6 +153,18 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, capl
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
     [tensors] = (tmp_path / "checkpoints" / "step-00000004").glob("state-*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-100])
+    seen = []
+    assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
+    assert seen == [4, 5, 6] and "Falling back" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"format": 1, "st'])
+def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
+    with pytest.raises(Cancelled):
+        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
+    (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text(text)
+    (tmp_path / "config.json").write_text(text)
+    assert earlier_notes(Run(tmp_path), CONFIG, None, 6) == []
     seen = []
     assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
     assert seen == [4, 5, 6] and "Falling back" in caplog.text

@@ -86,12 +86,12 @@ def open_state(folder: Path) -> StateHandle:
     values = read_values(folder)
     contents = {key: value for key, value in values.items() if key not in ("format", "digest", "tensors")}
     digest = _digest(_tensor_file(folder, values), contents)
-    if digest != values.get("digest"):
+    if digest != values.get("digest") or type(values.get("step")) is not int:
         raise ValueError(
             f"{folder}: the training state is damaged (its contents do not match their digest); go on "
             "from an earlier one."
         )
-    return StateHandle(folder, int(values["step"]), digest)
+    return StateHandle(folder, values["step"], digest)
 
 
 def load_state(folder: Path) -> TrainState:
@@ -142,14 +142,25 @@ def remove_state(folder: Path) -> None:
 def read_values(folder: Path) -> dict[str, Any]:
     """Return what `state.json` says. Raises ValueError when it cannot be read or is no training state's."""
     try:
-        values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        values = read_object(folder / "state.json")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{folder}: no training state here ({error}). If it was deleted, free ComfyUI's model and node "
             "cache and queue the graph again; it is then trained anew."
         ) from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    if values.get("format") != FORMAT:
         raise ValueError(f"{folder}: not a Graft training state of format {FORMAT}.")
+    return values
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, and ValueError when the file holds anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds {type(values).__name__}, not an object")
     return values
 
 
@@ -194,13 +205,13 @@ def _tensor_file(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16)
     try:
+        digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16)
         with tensors.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
-    except OSError as error:
-        raise ValueError(f"{tensors}: the training state cannot be read ({error}).") from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: a name that no file can have
+        raise ValueError(f"{tensors.parent}: the training state cannot be read ({error}).") from error
     return digest.hexdigest()
 
 

@@ -6,14 +6,13 @@ to go on should be told.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import StateHandle
+from .checkpoint import StateHandle, read_object
 from .config import TrainConfig, from_dict, to_dict
 from .run import Run, is_end, saved_steps
 
@@ -58,8 +57,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _read(run: Run) -> dict[str, Any]:
     """Return the settings of a run; none where an older Graft wrote them otherwise."""
     with suppress(OSError, ValueError):
-        values = json.loads((run.folder / "config.json").read_text(encoding="utf-8"))
-        return _flat(from_dict(TrainConfig, values))
+        return _flat(from_dict(TrainConfig, read_object(run.folder / "config.json")))
     return {}
 
 
