@@ -116,13 +116,32 @@ def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
     assert seen == [4, 5, 6]
 
 
-def test_finish_ends_a_run_until_more_steps_are_asked_for_than_then(tmp_path):
-    stop = go(tmp_path, 6, on_step=lambda progress: STOP if progress.step == 2 else None)
-    assert stop.step == 2 and handed_on(Run(tmp_path), None, 6, CONFIG) == stop
+def finish_at(step):
+    return lambda progress: STOP if progress.step == step else None
+
+
+def test_a_finished_run_costs_nothing_for_the_same_steps_and_goes_on_for_any_other_number(tmp_path):
+    stop = go(tmp_path, 9, on_step=finish_at(2))
+    assert stop.step == 2 and handed_on(Run(tmp_path), None, 9, CONFIG) == stop
     seen = []
-    assert [go(tmp_path, steps, on_step=counting(seen)) for steps in (6, 3, 2)] == [stop] * 3
+    assert [go(tmp_path, steps, on_step=counting(seen)) for steps in (9, 2)] == [stop] * 2
     assert not seen and go(tmp_path, 1).step == 1
+    for steps in (3, 7, 9):  # what was trained since then makes 9 a number like any other
+        assert_same(go(tmp_path, steps, on_step=counting(seen)).load(), train_without_a_folder(steps=steps))
+    assert seen == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_finished_run_goes_on_beyond_what_was_asked_for_then(tmp_path):
+    go(tmp_path, 6, on_step=finish_at(2))
     assert_same(go(tmp_path, 7).load(), train_without_a_folder(steps=7))
+
+
+def test_a_run_behind_a_finished_one_is_finished_and_continued_in_the_same_way(tmp_path):
+    first = go(tmp_path / "a", 6, on_step=finish_at(2))
+    second = go(tmp_path / "b", 4, start=first, on_step=finish_at(3))
+    again = go(tmp_path / "a", 6)
+    assert again == first and go(tmp_path / "b", 4, start=again) == second and second.step == 3
+    assert_same(go(tmp_path / "b", 3, start=again).load(), train_without_a_folder(steps=5))
 
 
 def test_a_run_that_was_deleted_hands_nothing_on(tmp_path):

@@ -27,7 +27,7 @@ def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None, last
     saved = saved_steps(run)
     step = max((step for step in saved if step <= last), default=last)
     if step < last and is_end(run, step, last):
-        return [f"ended by Finish at step {step}; it goes on when more steps are asked for than then."]
+        return [f"ended by Finish at step {step} of {last}; any other number of steps above {step} goes on."]
     if saved:
         return []
     others = [Run(path.parent) for path in run.folder.parent.glob(f"{run.name}-*/config.json")]

@@ -130,7 +130,7 @@ def execute(
 
     Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
     returning STOP), the last whole step is on disk before this function is left. After STOP it stays the
-    run's end until more steps are asked for.
+    run's end for as long as just as many steps are asked for.
 
     Of several processes that train together, rank 0 does all this, and the others `follow`.
 
@@ -290,19 +290,19 @@ def hand_on(run: Run, handle: StateHandle, start: StateHandle | None, config: Tr
 
 
 def finish(run: Run, step: int, target: int) -> None:
-    """Note that Finish ended the run at `step`, of which step `target` had been asked for."""
+    """Note that Finish ended the run at `step` when step `target` had been asked for."""
     with suppress(OSError):
         (run.checkpoint(step) / FINISHED).write_text(str(target), encoding="utf-8")
 
 
 def is_end(run: Run, step: int, target: int) -> bool:
-    """Say whether the run to step `target` ends at `step`: they are one, or Finish was pressed there when the
-    run was to be as long or longer.
+    """Return whether the run to step `target` ends at `step`: they are one, or Finish was pressed there when
+    `target` had been asked for. Whoever asks for another number wants the run to go on.
     """
     if step == target:
         return True
     try:
-        return target <= int((run.checkpoint(step) / FINISHED).read_text(encoding="utf-8"))
+        return target == int((run.checkpoint(step) / FINISHED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
 
