@@ -64,9 +64,9 @@ def test_a_run_that_ends_inside_an_interlude_has_saved_its_step(tmp_path, error)
     assert seen == [3, 4]
 
 
-def test_a_run_says_which_state_it_begins_at(tmp_path):
+def test_a_run_says_which_states_it_has_when_it_begins_and_when_it_is_done(tmp_path):
     began = []
-    go(tmp_path, 2, on_start=lambda state: began.append(state.step))
-    go(tmp_path, 3, on_start=lambda state: began.append(state.step))
-    go(tmp_path, 3, on_start=lambda state: began.append(state.step))
-    assert began == [0, 2]
+    go(tmp_path, 2, on_start=lambda states: began.append(sorted(states)))
+    go(tmp_path, 3, on_start=lambda states: began.append(sorted(states)))
+    go(tmp_path, 3, on_start=lambda states: began.append(sorted(states)))
+    assert began == [[0], [0, 1, 2], [0, 2, 3]]

@@ -192,6 +192,56 @@ def test_cancel_inside_the_sampler_keeps_the_step_and_the_samples_are_made_up_fo
     assert len(drawn(base, "cancelled_samples")) == 4
 
 
+def interrupted_at(patch, picture):
+    """Have the drawing of this picture, counted from 1, end the run, as a kill does."""
+    calls = []
+    sample = comfy.sample.sample
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) == picture:
+            raise comfy.model_management.InterruptProcessingException
+        return sample(*args, **options)
+
+    patch.setattr(comfy.sample, "sample", interrupted)
+
+
+@pytest.mark.parametrize("picture", [2, 3, 4, 5, 6])
+def test_pictures_that_a_kill_prevented_are_drawn_by_the_next_run(execute, base, monkeypatch, picture):
+    """Before the first or the second picture of a set, of those at steps 0, 2 and 4."""
+    name = f"killed_{picture}"
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, picture)
+        execute(sampled(name))
+    assert len(drawn(base, name)) == picture - 1
+    execute(sampled(name))
+    assert_as_without_samples(execute, base, name)
+    execute(sampled("undisturbed"))
+    pictures, undisturbed = (
+        {file: Image.open(path).tobytes() for file, path in drawn(base, run).items()}
+        for run in (name, "undisturbed")
+    )
+    assert pictures == undisturbed and len(pictures) == 6
+
+
+def test_pictures_are_drawn_while_their_state_is_there_and_otherwise_said_to_be_lost(execute, base, caplog):
+    prompt = sampled("gaps", every=1)
+    prompt["5"]["inputs"]["checkpoint_settings"] = ["50", 0]
+    settings = {"minutes": 0.0, "steps": 0, "keep": 9, "tensorboard": False, "lora": False}
+    prompt["50"] = {"class_type": "GraftCheckpointSettings", "inputs": settings}
+    execute(prompt)
+    checkpoints, names = folder_of(base, "gaps") / "checkpoints", set(drawn(base, "gaps"))
+    for path in drawn(base, "gaps").values():
+        path.unlink()
+    shutil.rmtree(checkpoints / "step-00000001")
+    (checkpoints / "step-00000003" / "state.json").write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        execute(sampled("gaps", every=1, negative="a circle"))  # so that ComfyUI runs the node again
+    gone = {f"step-{step:08d}-{number}.png" for step in (1, 3) for number in (0, 1)}
+    assert set(drawn(base, "gaps")) == names - gone and len(names) == 10
+    assert "samples of step 1, 3 are missing, and cannot be drawn" in caplog.text
+
+
 class EncodesByLength:
     """Stands for a CLIP."""
 

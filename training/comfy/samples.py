@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ..data.caption import literal
 from ..family import Family
 from ..loop import STOP, OnStep, Progress
 from ..memory.placement import is_out_of_memory
+from ..run import States
 from ..state import TrainState
 from ..whole_file import whole_file
 from .at_rest import unload
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
 SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
+
+SHOWN = 5
+"""Steps that a warning lists."""
 
 PREVIEW_SIDE = 512
 """Pixels of a picture's longer side as the node shows it."""
@@ -112,11 +116,24 @@ class SampleWriter:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Goes into the files: "workflow" and "prompt", as ComfyUI's Save Image writes them."""
 
-    def on_start(self, state: TrainState) -> None:
-        """Draw the first set, or the set during which an earlier run was ended."""
-        begins = self.plan.before_training and bool(self.plan.every) and state.step == self.first
-        if (begins or self.due(state.step)) and not self.path(state.step, 0).exists():
-            self.draw(state)
+    def on_start(self, states: States) -> None:
+        """Draw the first set, and what is missing of those that were due so far, as after a kill. Say which
+        sets cannot be drawn because their training states are gone."""
+        numbers, there, lost = range(len(self.plan.prompts)), set(self.folder.glob("*.png")), []
+        for step in self.sets(max(states)):
+            if missing := [number for number in numbers if self.path(step, number) not in there]:
+                try:
+                    state = states[step]()
+                except (KeyError, ValueError):
+                    lost.append(str(step))
+                else:
+                    self.draw(state, missing)
+        if lost:
+            listed = ", ".join(lost[:SHOWN]) + (f" and {len(lost) - SHOWN} more" if lost[SHOWN:] else "")
+            log.warning(
+                "Graft: samples of step %s are missing, and cannot be drawn: these training states are gone.",
+                listed,
+            )
 
     def following(self, on_step: OnStep) -> OnStep:
         """Return an `on_step` that does what the given one does, and then draws the set that is due."""
@@ -125,7 +142,7 @@ class SampleWriter:
             outcome = on_step(progress)
             if outcome != STOP and self.due(progress.step):
                 with progress.base_given_back():
-                    self.draw(progress.state())
+                    self.draw(progress.state(), range(len(self.plan.prompts)))
             return outcome
 
         return draw_too
@@ -133,15 +150,25 @@ class SampleWriter:
     def due(self, step: int) -> bool:
         return bool(self.plan.every) and step > self.first and step % self.plan.every == 0
 
+    def sets(self, reached: int) -> list[int]:
+        """Return the steps up to `reached` at which pictures are due."""
+        every = self.plan.every
+        if not every:
+            return []
+        begin = [self.first] if self.plan.before_training else []
+        return [*begin, *range((self.first // every + 1) * every, reached + 1, every)]
+
     def path(self, step: int, number: int) -> Path:
         return self.folder / f"step-{step:08d}-{number}.png"
 
-    def draw(self, state: TrainState) -> None:
-        """Draw, save and show every prompt with the LoRA of `state`; a failure is a warning."""
+    def draw(self, state: TrainState, numbers: Sequence[int]) -> None:
+        """Draw, save and show these prompts with the LoRA of `state`; a failure is a warning."""
+        plan = replace(self.plan, prompts=tuple(self.plan.prompts[number] for number in numbers))
         interrupted = comfy.model_management.InterruptProcessingException  # an Exception in one ComfyUI
         bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
         try:
-            for number, image in enumerate(pictures(self.plan, self.model, state, self.family, self.trigger)):
+            drawn = pictures(plan, self.model, state, self.family, self.trigger)
+            for number, image in zip(numbers, drawn, strict=True):
                 if image is not None:
                     texts = {**self.metadata, "graft_prompt": self.plan.prompts[number]}
                     save_png(image, self.path(state.step, number), texts)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,10 +58,13 @@ DISK_CHECK_SECONDS = 5.0
 AWAY_SECONDS = 45.0
 """How long a run's end waits for a drive that is away; less than a process that is asked to end still has."""
 
-OnStart = Callable[[TrainState], None]
+States = Mapping[int, Callable[[], TrainState]]
+"""The states that a run has, by step: each is read when asked for. Raises ValueError for a damaged one."""
+
+OnStart = Callable[[States], None]
 
 
-def ignore_start(state: TrainState) -> None:
+def ignore_start(states: States) -> None:
     """Do nothing before the first step."""
 
 
@@ -126,7 +130,8 @@ def execute(
 ) -> StateHandle:
     """Return the state `steps` after `start`, training only what no checkpoint of the run already holds.
 
-    `on_start` is given the state that training begins at, before the base is taken; not for a finished run.
+    `on_start` is given the states that are there, up to the one that training begins at or a finished run
+    ended with, before the base is taken.
 
     Whatever ends the training early (an error, a cancel of either ComfyUI's kind, SIGTERM, `on_step`
     returning STOP), the last whole step is on disk before this function is left. After STOP it stays the
@@ -144,14 +149,17 @@ def execute(
     with locked(run.folder), saving_run():
         tidy(run)
         newest = latest(run, first, target)
+        begin = start.load if start else partial(initial_state, denoiser, config)
+        states = _states(run, first, newest.step if newest else first, begin)
         if newest and is_end(run, newest.step, target):
             log.info("Graft: step %d of this run is already trained; nothing to do.", newest.step)
+            on_start(states)
             distributed.share(None)
             return hand_on(run, newest, start, config)
         if newest:
             log.info("Graft: resuming at step %d of %d.", newest.step, target)
         resume = newest or start
-        state = resume.load() if resume else initial_state(denoiser, config)
+        state = resume.load() if resume else begin()
         require_space(run, 4 * size_in_bytes(state) if not state.optimizer.name else size_in_bytes(state))
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
         last = max(_checkpoints(run), default=0)
@@ -159,7 +167,7 @@ def execute(
         run_log = RunLog(run.folder, state.step, last=last, **logs)
         watch = _Watch(run, denoiser.family, on_step, run_log)
         try:
-            on_start(state)
+            on_start({**states, state.step: lambda: state})
             distributed.share(state)
             train(
                 denoiser,
@@ -218,6 +226,16 @@ def latest(run: Run, first: int, target: int) -> StateHandle | None:
             except ValueError as error:
                 log.warning("Graft: %s Falling back to the checkpoint before it.", error)
     return None
+
+
+def _states(run: Run, first: int, last: int, begin: Callable[[], TrainState]) -> States:
+    """Return `begin`, the state of step `first`, and those of the run's checkpoints up to step `last`."""
+
+    def read(folder: Path) -> TrainState:
+        return open_state(folder).load()
+
+    saved = {step: partial(read, path) for step, path in _checkpoints(run).items() if first < step <= last}
+    return {first: begin, **saved}
 
 
 def newest(run: Run) -> StateHandle | None:
