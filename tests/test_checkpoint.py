@@ -8,14 +8,19 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from graft.training import checkpoint, whole_file
+from graft.training import checkpoint, leftovers, whole_file
 from graft.training.checkpoint import load_state, open_state, save_state, size_in_bytes, write_text
 from graft.training.config import EmaConfig
+from graft.training.headless import launch
+from graft.training.tensor_file import write_tensors
 from graft.training.whole_file import remove_leftovers
 
 from .test_laws import CONFIG, assert_same, run
@@ -220,6 +225,46 @@ def test_a_file_that_stays_mapped_is_moved_aside_and_removed_later(windows, monk
     assert (windows.read_text(), aside.read_text()) == ("new", "old")
     remove_leftovers(windows.parent)
     assert not aside.exists()
+
+
+def test_what_a_killed_process_was_writing_goes_at_once_and_what_a_living_one_writes_stays(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", KILLED, launch.__file__, str(tmp_path)]) as process:
+        process.wait(60)
+    (killed,) = tmp_path.iterdir()
+    unknown = tmp_path / ".writing-0a"
+    unknown.write_text("by another computer, or by a Graft of before")
+    with whole_file.temporary_in(tmp_path) as living:
+        living.write_text("half")
+        write_tensors(tmp_path / "lora.safetensors", {"a": torch.ones(1)}, {})
+        assert living.exists() and unknown.exists() and not killed.exists()
+
+
+KILLED = """
+import os, runpy, signal, sys
+from pathlib import Path
+
+runpy.run_path(sys.argv[1])["import_graft"]()
+from graft.training.whole_file import temporary_in
+
+with temporary_in(Path(sys.argv[2])) as temporary:
+    temporary.write_text("half")
+    os._exit(9)
+"""
+
+
+def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait(60)
+    with leftovers.scratch_folder("graft-gpus-") as living:
+        killed = tmp_path / living.name.replace(f"-{os.getpid()}-", f"-{process.pid}-")
+        killed.mkdir()
+        (killed / "graph.json").write_text("{}")
+        elsewhere = tmp_path / living.name.replace(leftovers.HOST, "0" * 6)
+        elsewhere.mkdir()
+        with leftovers.scratch_folder("graft-gpus-") as second:
+            assert set(tmp_path.iterdir()) == {living, second, elsewhere}
+    assert list(tmp_path.iterdir()) == [elsewhere]
 
 
 def mapped(self, missing_ok=False):

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .leftovers import is_left_over, owned
+
 TEMPORARY = ".writing-"
 """How the names of files begin that are not whole yet, or have been replaced and could not be removed."""
 WINDOWS = os.name == "nt"
@@ -28,7 +30,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_in(folder: Path) -> Iterator[Path]:
     """Yield a path in `folder`, and remove what is still there in the end."""
-    temporary = folder / f"{TEMPORARY}{uuid.uuid4().hex}"
+    temporary = folder / _temporary_name()
     try:
         yield temporary
     finally:
@@ -68,7 +70,7 @@ def _replace(temporary: Path, path: Path) -> None:
                 break
             else:
                 raise
-    aside = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    aside = path.with_name(_temporary_name())
     os.rename(path, aside)
     try:
         os.replace(temporary, path)
@@ -79,9 +81,15 @@ def _replace(temporary: Path, path: Path) -> None:
         aside.unlink()
 
 
+def _temporary_name() -> str:
+    return f"{owned(TEMPORARY)}{uuid.uuid4().hex}"
+
+
 def remove_leftovers(folder: Path, *, hours: float = 0.0) -> None:
-    """Remove what a killed process left half-written in `folder`, so many hours ago or longer."""
+    """Remove what killed processes left half-written in `folder`: at once where the process is known to have
+    ended, otherwise after so many hours."""
     for path in folder.glob(f"{TEMPORARY}*"):
         with suppress(OSError):
-            if not hours or path.stat().st_mtime <= time.time() - 3600 * hours:
+            old = path.stat().st_mtime <= time.time() - 3600 * hours
+            if not hours or old or is_left_over(path.name, TEMPORARY):
                 path.unlink()

@@ -7,8 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import comfy.model_management
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,10 +20,12 @@ from graft.tests.test_run import go
 from graft.training import distributed
 from graft.training.comfy import paths, session, workers
 from graft.training.headless import launch
+from graft.training.headless.server import server
 from graft.training.job import compile_job
 from graft.training.job.graph import NODES, of_kind
 from graft.training.loop import STOP
 from graft.training.run import Run, latest
+from graft.training.run.run_log import read_log
 
 from .test_job import images, small
 
@@ -110,6 +114,34 @@ def test_train_steps_starts_processes_that_go_on_from_what_this_one_trained(
     for name, last in {"first": 1, "second": 2, "third": 3}.items():
         runs = list((base / "output" / "graft").glob(f"{name}-*"))
         assert [latest(Run(run), 0, 99).step for run in runs] == [last]
+
+
+@own_processes
+@posix
+def test_processes_of_a_server_that_is_killed_save_and_end(comfyui, job, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    prompt = compile_job(job, tmp_path / "server" / "input").prompt
+    [number] = of_kind(prompt, "GraftTrainSteps")
+    prompt[number]["inputs"] |= {"steps": 100_000, "gpus": 2}
+    with server(comfyui, tmp_path / "server", cpu=True) as running:
+        images(running.base / "input" / "together")
+        queued = running.post(prompt)
+        while len(log := steps_in(running.base)) < 3:
+            assert running.history(queued) is None, running.log()
+            time.sleep(0.2)
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+        assert len(processes) == 3 and list(tmp_path.glob("graft-gpus-*"))
+        running.kill()
+    assert psutil.wait_procs(processes, 60)[1] == []
+    [run] = (running.base / "output" / "graft").glob("job-*")
+    saved = latest(Run(run), 0, 100_000).step
+    assert len(log) <= saved == len(steps_in(running.base)) < 100_000
+    assert not list(tmp_path.glob("graft-*"))
+
+
+def steps_in(base):
+    return [line for path in (base / "output" / "graft").glob("job-*/log.jsonl") for line in read_log(path)]
 
 
 def test_only_rank_0_writes_into_the_output_folder(monkeypatch):

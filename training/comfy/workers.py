@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ import comfy.model_management
 import folder_paths
 import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
+from ..leftovers import FOR_WORKERS, scratch_folder
 from ..loop import STOP, OnStep, Progress
 from ..run import Run, finish, is_end, latest
 from ..run.run_log import read_entries
@@ -63,8 +63,8 @@ def train(
             "gpus: only a Train Steps that stands in the queued graph itself can use several; set gpus to 1."
         )
     unload()
-    with tempfile.TemporaryDirectory(prefix="graft-gpus-", ignore_cleanup_errors=True) as scratch:
-        graph, words = Path(scratch) / "graph.json", Path(scratch) / "words.log"
+    with scratch_folder(FOR_WORKERS) as scratch:
+        graph, words = scratch / "graph.json", scratch / "words.log"
         graph.write_text(json.dumps(prompt), encoding="utf-8")
         with words.open("wb") as output, _started(graph, node, count, output) as process:
             finished = _follow(run, process, on_step, found.step if found else first, last)
@@ -138,6 +138,7 @@ def _started(graph: Path, node: str, count: int, words: Any) -> Iterator[subproc
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     options = json.dumps(sys.argv[1:])
     command += [str(LAUNCH), "worker", str(graph), "--until", node, "--comfyui-options", options]
+    command += ["--end-with", str(os.getpid())]
     environment = {**os.environ, "COMFYUI_PATH": str(Path(folder_paths.__file__).parent)}
     process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, env=environment)
     try:

@@ -10,13 +10,16 @@ import argparse
 import json
 import logging
 import os
-import tempfile
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import leftovers
 from ..job import read_job
 from ..job.graph import Prompt, of_kind
 from . import train
@@ -38,15 +41,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--comfyui-options", default="[]", metavar="JSON", help="ComfyUI's own options for a .json graph"
     )
+    parser.add_argument(
+        "--end-with", type=int, metavar="PID", help="save and end as soon as this process has ended"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Execute the job's graph together with the other processes. Raises ValueError where a node fails."""
     logging.basicConfig(level=logging.INFO if _place().rank == 0 else logging.WARNING, format="%(message)s")
+    if args.end_with:
+        threading.Thread(target=end_with, args=(args.end_with,), daemon=True).start()
     choose_card()
     comfyui = find_comfyui()
-    with tempfile.TemporaryDirectory(prefix="graft-worker-", ignore_cleanup_errors=True) as scratch:
-        base = Path(scratch).resolve()
+    with leftovers.scratch_folder(leftovers.OF_WORKERS) as scratch:
+        base = scratch.resolve()
         prompt, options, extra = _task(args, comfyui, base)
         set_up_comfyui(comfyui, options)
         import folder_paths
@@ -74,6 +82,18 @@ def execute(executor: Executor, prompt: Prompt, last: str | None) -> None:
         for node in of_kind(prompt, "GraftTrainSteps"):
             executor.prompt[node]["inputs"].pop("sample_prompts", None)
         executor.run([last] if last else of_kind(prompt, "GraftTrainSteps"))
+
+
+def end_with(process: int) -> None:
+    """Wait for the end of `process`, for which a run is trained here; save the run, and end this one.
+
+    Rank 0 ends by itself; then torchrun ends the others, unless it is gone too.
+    """
+    torchrun = os.getppid()
+    while leftovers.is_alive(process) or (_place().rank and leftovers.is_alive(torchrun)):
+        time.sleep(1.0)
+    leftovers.remove_folders(leftovers.FOR_WORKERS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)
