@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import time
@@ -46,6 +47,7 @@ from ..state import TrainState, best_step
 from ..whole_file import remove_leftovers
 from ..work import MidStep
 from .lock import locked
+from .reserve import Reserve
 from .run_log import RunLog
 
 log = logging.getLogger(__name__)
@@ -160,12 +162,14 @@ def execute(
             log.info("Graft: resuming at step %d of %d.", newest.step, target)
         resume = newest or start
         state = resume.load() if resume else begin()
-        require_space(run, 4 * size_in_bytes(state) if not state.optimizer.name else size_in_bytes(state))
+        size = size_in_bytes(state) * (1 if state.optimizer.name else 4)
+        require_space(run, size)
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
         last = max(_checkpoints(run), default=0)
         logs = {"tensorboard": run.tensorboard, "sqlite": run.saving.sqlite}
         run_log = RunLog(run.folder, state.step, last=last, **logs)
         watch = _Watch(run, denoiser.family, on_step, run_log)
+        watch.reserve.hold(size)
         try:
             on_start({**states, state.step: lambda: state})
             distributed.share(state)
@@ -183,6 +187,7 @@ def execute(
             try:
                 saved = watch.save_at_last()
             finally:
+                watch.reserve.release()
                 watch.log.close()  # last: it gets what it lacks where a drive came back
         reached = saved or resume
         assert reached is not None, "a fresh run ends after at least one step"
@@ -359,9 +364,9 @@ def prune(run: Run, step: int, best: int) -> None:
                     run.lora(known).unlink(missing_ok=True)
 
 
-def require_space(run: Run, needed: int) -> None:
-    """Raise DiskFull unless `needed` bytes and a margin are free where the run is kept."""
-    free = shutil.disk_usage(run.folder).free
+def require_space(run: Run, needed: int, held: int = 0) -> None:
+    """Raise DiskFull unless `needed` bytes and a margin are free, or `held`, where the run is kept."""
+    free = shutil.disk_usage(run.folder).free + held
     if free < needed + MARGIN:
         raise DiskFull(
             f"{run.folder}: {free >> 20} MB are free, and a checkpoint needs {(needed + MARGIN) >> 20} MB. "
@@ -392,6 +397,7 @@ class _Watch:
         """Of a checkpoint, once one was to be written."""
         self.stopped = False
         """By `on_step`: Finish was pressed."""
+        self.reserve = Reserve(run.folder)
 
     def __call__(self, progress: Progress) -> str | None:
         self.progress = progress
@@ -439,7 +445,7 @@ class _Watch:
     def is_full(self) -> bool:
         """Say whether the disk is there, but has no room for a checkpoint."""
         try:
-            require_space(self.run, self.size + self.size // 4)
+            self.require_space()
         except DiskFull:
             return True
         except OSError:  # away
@@ -457,13 +463,24 @@ class _Watch:
             self.write(state)
         return self.saved
 
+    def require_space(self) -> None:
+        require_space(self.run, self.size + self.size // 4, self.reserve.size)
+
     def write(self, state: TrainState) -> None:
         self.size = size_in_bytes(state)
-        self.saved = save_state(state, self.run.checkpoint(state.step))
+        folder = self.run.checkpoint(state.step)
+        try:
+            self.saved = save_state(state, folder)
+        except OSError:
+            if not self.reserve.release():
+                raise
+            self.saved = save_state(state, folder)
+            self.checked_at = -math.inf
         if self.run.saving.lora:
             write_lora_of(self.run, state, self.family)
         self.saved_at = time.monotonic()
         prune(self.run, state.step, best_step(state.validations))
+        self.reserve.hold(self.size)
 
     def check_disk(self) -> None:
         """Save and stop while the disk still has room for one checkpoint but hardly for another."""
@@ -472,7 +489,7 @@ class _Watch:
         self.checked_at = time.monotonic()
         self.size = self.size or size_in_bytes(self.progress.state())
         try:
-            require_space(self.run, self.size + self.size // 4)
+            self.require_space()
         except DiskFull:
             self.save()
             raise
