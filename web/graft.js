@@ -1,8 +1,8 @@
 /**
  * Graft in ComfyUI's editor: a live panel on every Train Steps node, and on every node of Graft what it tells.
  *
- * A run belongs to a node by the id of its workflow and the node's own id, which the server sends with every
- * message and remembers for pages that are opened later. Runs of other workflows are ignored.
+ * Which run a node shows, the server says: it compares the settings that stand here with those that runs were
+ * queued with. The id of the workflow and the node's own do not tell, as a picture's graph has the same ids.
  */
 
 import { app } from "../../scripts/app.js"
@@ -12,14 +12,15 @@ import { Report } from "./report.js"
 import { wordsFor } from "./words.js"
 
 const NODE = "GraftTrainSteps"
-const REMEMBERED = "graft_run"
 
 /** Node -> its Panel. */
 const panels = new WeakMap()
 /** Node -> its Report, and the widget of that. */
 const reports = new WeakMap()
-/** What nodes have told since the page was opened, for Undo and other tabs, which make all nodes anew. */
+/** What nodes have told since the page was opened, by node and settings: Undo and other tabs make nodes anew. */
 const told = new Map()
+/** A question to the server that is under way, and the run that it was last asked about. */
+let asking, askedFor
 
 api.addEventListener("graft.run", ({ detail }) => show(detail)) // at once: a run may be under way
 api.addEventListener("reconnected", () => refill()) // what the server told meanwhile is lost
@@ -89,14 +90,24 @@ function addReport(node) {
     const { onExecuted } = node
     node.onExecuted = function (output, ...args) {
         const result = onExecuted?.call(this, output, ...args)
-        if (Array.isArray(output?.text)) tell(node, output.text.join("\n"))
+        if (Array.isArray(output?.text)) {
+            const text = output.text.join("\n")
+            tell(node, text)
+            remember(node, text)
+        }
         return result
     }
 }
 
+/** Keep what a node told with these settings; several that have run at once ask once. */
+async function remember(node, text) {
+    asking ??= ask().finally(() => (asking = undefined))
+    const { settings } = await asking
+    told.set(key(node, settings.get(node)), text)
+}
+
 function tell(node, text) {
     const { report, widget } = reports.get(node)
-    told.set(key(node), text)
     report.show(text)
     widget.hidden = !text
     makeRoom(node)
@@ -111,18 +122,15 @@ function makeRoom(node) {
 }
 
 /**
- * Let a node's size and run, as they are now, be no edit: Undo would take them back, they would come again,
- * and no way would lead past them. So they go into the state that ComfyUI looks for edits from.
+ * Write a node's size into the state that ComfyUI looks for edits from, so that it is no edit. Otherwise Undo
+ * reverts it, it comes again, and Undo can never go further back.
  */
 function noEdit(node) {
     const state = app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.activeState
     const subgraphs = state?.definitions?.subgraphs ?? []
     const nodes = [state, ...subgraphs].find((graph) => graph?.id && graph.id === node.graph?.id)?.nodes
     const saved = nodes?.find(({ id }) => String(id) === String(node.id))
-    if (!saved) return
-    saved.size = [...node.size]
-    if (REMEMBERED in node.properties)
-        saved.properties = { ...saved.properties, [REMEMBERED]: { ...node.properties[REMEMBERED] } }
+    if (saved) saved.size = [...node.size]
 }
 
 /** Hand the canvas its wheel and middle button, as ComfyUI's text boxes do; Nodes 2.0 does so by itself. */
@@ -145,34 +153,45 @@ function forward(element, scrolling) {
     to("pointerup", "processMouseUp", (event) => event.button === 1)
 }
 
-/** Show what the server tells of a run on the node that it belongs to, if that is in this graph. */
+/** Show what the server tells of a run that a node here shows already; of another one, ask whether it is to. */
 function show(live) {
     const graph = rootGraph()
     if (!live.workflow || live.workflow !== graph?.id) return
-    const node = findNode(graph, live.node)
-    const panel = panels.get(node)
+    const panel = panels.get(findNode(graph, live.node))
     if (!panel) return
-    node.properties[REMEMBERED] = { node: node.id, run: live.run, last: live.last }
-    noEdit(node)
-    panel.follow({ ...live })
+    const shown = panel.live?.run === live.run && (panel.live.running || !live.running)
+    if (shown) panel.follow({ ...live, same: panel.live.same })
+    else if (askedFor !== live.run || !live.running) refill()
+    askedFor = live.running ? live.run : undefined
 }
 
-/** Give every node what it showed, after a reload or when a workflow was opened. */
+/** Give every node what it showed, after a reload, when a workflow was opened, and when a run begins. */
 async function refill() {
-    const graph = rootGraph()
-    for (const node of everyNode(graph)) {
-        if (reports.has(node) && told.has(key(node))) tell(node, told.get(key(node)))
-        const remembered = node.properties?.[REMEMBERED]
-        if (String(remembered?.node) === String(node.id)) panels.get(node)?.follow({ ...remembered, running: false })
+    const { runs, settings } = await ask()
+    for (const [node, digest] of settings) {
+        if (told.has(key(node, digest))) tell(node, told.get(key(node, digest)))
+        if (runs.has(node)) panels.get(node)?.follow(runs.get(node))
     }
+}
+
+/** Return the runs that the nodes of this graph show, and digests of their settings: two Maps by node. */
+async function ask() {
+    const [runs, settings] = [new Map(), new Map()]
+    const graph = rootGraph()
     try {
-        const answer = await api.fetchApi("/graft/runs")
-        if (!answer.ok || graph !== rootGraph()) return
-        const { runs } = await answer.json()
-        for (const live of runs) show(live)
+        const { output } = await app.graphToPrompt(graph)
+        const nodes = Object.keys(output).map((id) => [id, findNode(graph, id)]) // those of now: others may come
+        const body = JSON.stringify({ workflow: graph.id, prompt: output })
+        const answer = await api.fetchApi("/graft/runs", { method: "POST", body })
+        const found = await answer.json()
+        for (const [id, node] of nodes) {
+            if (reports.has(node)) settings.set(node, found.settings?.[id])
+            if (found.runs?.[id]) runs.set(node, found.runs[id])
+        }
     } catch (error) {
         console.debug("Graft: the server's runs could not be read.", error)
     }
+    return { runs, settings }
 }
 
 function rootGraph() {
@@ -189,12 +208,8 @@ function findNode(graph, id) {
     return node
 }
 
-function everyNode(graph) {
-    return (graph?.nodes ?? []).flatMap((node) => [node, ...everyNode(node.subgraph)])
-}
-
-function key(node) {
-    return [node.graph?.id, node.id, node.comfyClass].join()
+function key(node, settings) {
+    return [node.graph?.id, node.id, node.comfyClass, settings].join()
 }
 
 function words() {

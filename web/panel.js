@@ -250,7 +250,8 @@ export class Panel {
         const { last } = series
         if (!live || !last) return ""
         const step = Math.max(last.step, live.running ? live.step : 0)
-        const parts = [live.last ? `${words.step} ${step} / ${live.last}` : `${words.step} ${step}`]
+        const parts = live.same === false ? [words.other] : []
+        parts.push(live.last ? `${words.step} ${step} / ${live.last}` : `${words.step} ${step}`)
         if (Number.isFinite(last.seconds)) parts.push(`${short(last.seconds)} ${words.perStep}`)
         if (live.running && Number.isFinite(last.time_left)) parts.push(`${clock(last.time_left)} ${words.left}`)
         if (last.memory) parts.push(`${(last.memory / 2 ** 30).toFixed(1)} GB`)

@@ -11,6 +11,7 @@ from PIL import Image
 
 import graft
 from graft.tests.browser.editor import Editor
+from graft.training.queued import run_settings
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(
@@ -93,7 +94,7 @@ def test_a_run_of_another_workflow_is_ignored(editor):
     tell = """(async workflow => (await import('/scripts/api.js')).api.dispatchCustomEvent('graft.run',
         { run: 'other', node: '5', workflow, first: 0, last: 7, step: 7, running: true }))"""
     editor.page.evaluate(f"{tell}('someone else').then(() => {tell}(null)).then(() => true)")
-    assert editor.node(TRAIN, "node.properties.graft_run.run").startswith("panel-")
+    assert "panel-" in editor.node(TRAIN, f"{SHADOW}.querySelector('.status').title")
 
 
 def test_finish_ends_the_training_and_the_lora_is_saved(editor, running):
@@ -138,12 +139,12 @@ def long_run(running):
     return LONG
 
 
-def test_samples_appear_with_the_run_that_the_workflow_remembers(editor, long_run):
-    workflow = editor.page.evaluate("app.graph.serialize()")
-    workflow["id"] = "11111111-1111-4111-8111-111111111111"
-    train = next(node for node in workflow["nodes"] if node["id"] == TRAIN)
-    train["properties"]["graft_run"] = {"node": TRAIN, "run": long_run, "last": STEPS}
-    editor.load(workflow)
+def test_samples_appear_with_the_run_that_was_queued_with_these_settings(editor, running, long_run):
+    editor.set(TRAIN, name="long")
+    graph = editor.page.evaluate("app.graphToPrompt().then(p => p.output)")
+    queued = {run_settings(graph, str(TRAIN)): STEPS}
+    (running.base / "output" / "graft" / long_run / "queued.json").write_text(json.dumps(queued))
+    editor.load(editor.page.evaluate("app.graph.serialize()"))
     wait_for_step(editor, STEPS)
     images = f"[...{SHADOW}.querySelectorAll('.samples img')]"
     wait(
@@ -212,7 +213,8 @@ def test_a_run_inside_a_subgraph_is_shown_there(editor):
         "app.graph.nodes.find(n => n.subgraph)?.subgraph.nodes.find(n => n.comfyClass === 'GraftTrainSteps')"
     )
     editor.run()
-    editor.page.wait_for(f"({inner}).properties.graft_run?.run.startsWith('inside-')", 120)
+    status = f"(node => {SHADOW}.querySelector('.status').title)({inner})"
+    editor.page.wait_for(f"{status}.includes('inside-')", 120)
     editor.wait_until_idle()
     editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))({inner})")
 

@@ -21,6 +21,8 @@ DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 REPORT = "node.widgets.find(w => w.name === 'graft_text').element"
 SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"
 
+STATUS = f"{SHADOW}.querySelector('.status').textContent"
+
 MIDDLE = (
     f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
     f"({SHADOW}.querySelector('canvas').getBoundingClientRect())"
@@ -85,7 +87,7 @@ def test_undo_and_redo_lead_past_a_run(editor, ran):
     shortcut(editor, "z")
     assert editor.node(SAVE, value) == "report"
     editor.page.wait_for(f"(node => {REPORT}.value)(app.graph.getNodeById({SAVE}))")
-    editor.page.wait_for(f"(node => node.properties.graft_run)(app.graph.getNodeById({TRAIN}))")
+    editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))(app.graph.getNodeById({TRAIN}))")
     editor.page.evaluate(CHECK)
     shortcut(editor, "y")
     assert editor.node(SAVE, value) == "renamed"
@@ -136,11 +138,13 @@ def test_the_middle_button_moves_the_canvas_over_the_chart(editor, ran):
 
 def test_a_lost_connection_leaves_no_run_that_runs_for_ever(editor, ran):
     told = """(async () => { const { api } = await import('/scripts/api.js')
-        api.dispatchCustomEvent('graft.run',
-            { run: 'gone', node: '5', workflow: app.graph.id, last: 7, step: 3, running: true }) })()"""
+        const run = { run: 'gone', last: 7, step: 3, running: true, same: true }
+        api.fetchApi = async () => new Response(JSON.stringify({ runs: { 5: run }, settings: { 5: '' } }))
+        api.dispatchCustomEvent('reconnected') })()"""
     editor.page.evaluate(told)
     finish = f"(node => {SHADOW}.querySelectorAll('button')[1])(app.graph.getNodeById({TRAIN}))"
     editor.page.wait_for(f"!{finish}.disabled")
+    editor.page.evaluate("import('/scripts/api.js').then(({ api }) => delete api.fetchApi)")
     editor.page.evaluate(f"{finish}.click()")  # of a run that the server does not know
     editor.page.wait_for(f"!{finish}.disabled && {finish}.textContent === 'Finish'")
     editor.page.evaluate(

@@ -18,6 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import graft
 from graft.tests.comfy.watch import watched
+from graft.training import queued
 from graft.training.comfy import paths, server, session
 from graft.training.loop import STOP, Progress
 from graft.training.run import run_log
@@ -46,20 +47,20 @@ def run(tmp_path, monkeypatch):
     return folder
 
 
-def ask(*questions, method="get"):
+def ask(*questions, method="get", **body):
     """Return (status, body) of each question to the routes."""
 
     async def asking():
         app = web.Application()
         app.add_routes(server.routes())
         async with TestClient(TestServer(app)) as client:
-            return [await _answer(client, method, question) for question in questions]
+            return [await _answer(client, method, question, **body) for question in questions]
 
     return asyncio.run(asking())
 
 
-async def _answer(client, method, question):
-    async with client.request(method, yarl.URL(question, encoded=True)) as answer:
+async def _answer(client, method, question, **body):
+    async with client.request(method, yarl.URL(question, encoded=True), **body) as answer:
         return answer.status, await answer.read()
 
 
@@ -144,6 +145,73 @@ def test_finish_ends_a_run_under_way_and_no_other(run):
         assert on_step(step) == STOP
     assert ask(f"/graft/finish/{RUN}", method="post")[0][0] == 404
     assert not get("/graft/runs")["runs"][-1]["running"]
+
+
+def graph(name="anna", **inputs):
+    """A graph that trains, in API form."""
+    train = {"name": name, "dataset": ["3", 0], "steps": 9, "learning_rate": 1e-4, **inputs}
+    return {
+        "3": {"class_type": "GraftLoadDataset", "inputs": {"folder": "anna", "weight": 1}},
+        "5": {"class_type": "GraftTrainSteps", "inputs": train},
+        "6": {"class_type": "GraftSaveLora", "inputs": {"state": ["5", 2]}},
+    }
+
+
+def shown(prompt, workflow="w", node="5"):
+    [(status, body)] = ask("/graft/runs", method="post", json={"prompt": prompt, "workflow": workflow})
+    assert status == 200
+    return json.loads(body)["runs"].get(node)
+
+
+@pytest.fixture
+def trained(run, monkeypatch):
+    """Two runs of one node in one workflow on this server, anna's and rex's; a third of an earlier server."""
+    monkeypatch.setattr(session, "_runs", {})
+    for name in ("anna-0", "rex-0"):
+        settings = queued.run_settings(graph(name[:-2]), "5")
+        with session.session(name, first=0, last=9, node_id="5", workflow="w", settings=settings):
+            pass
+    early = graph("people/anna", learning_rate=3e-4)
+    queued.keep(run, queued.run_settings(early, "5"), 3)
+    return early
+
+
+def test_a_node_shows_the_run_of_its_own_settings_whatever_was_trained_in_its_workflow_since(trained):
+    assert shown(graph("anna"))["run"] == "anna-0" and shown(graph("anna"))["same"]
+    assert shown(graph("rex"), "another")["run"] == "rex-0" and shown(graph("rex"))["same"]
+    changed = shown(graph("anna", learning_rate=10))
+    assert changed["run"] == "rex-0" and not changed["same"]
+    assert shown(graph("anna", learning_rate=10), "another") is None
+
+
+def test_a_node_shows_a_run_that_an_earlier_server_trained(trained, run):
+    found = shown(trained, "another")
+    assert found == {"run": RUN, "last": 3, "running": False, "finishing": False, "same": True}
+    (run / "queued.json").write_text("[" * 100_000)
+    assert shown(trained, "another") is None
+
+
+def test_settings_are_the_same_however_their_numbers_are_written_and_whatever_the_nodes_are_called(trained):
+    same = json.loads(
+        json.dumps(graph("anna", steps=300, gpus=2)).replace('"3"', '"30"').replace(": 1}", ": 1.0}")
+    )
+    assert shown(same)["run"] == "anna-0" and shown(same)["same"]
+    before = graph("anna")
+    before["3"]["inputs"]["folder"] = "rex"
+    assert not shown(before)["same"]
+
+
+def test_a_graph_is_any_json_that_a_client_sends(trained):
+    circle = {"5": {"class_type": "GraftTrainSteps", "inputs": {"start": ["6", 0], "name": ["6", 1]}}}
+    circle["6"] = {"class_type": "x", "inputs": {"start": ["5", 0]}}
+    assert shown(circle)["run"] == "rex-0"
+    for name in ("../..", "", 5, None, [], "\ud800", "a" * 999, "people/../.."):
+        assert not shown(graph(name))["same"]
+    chain = {str(i): {"class_type": "x", "inputs": {"a": [str(i + 1), 0]}} for i in range(5000)}
+    for body in (chain, 5, [], "x", None, {"5": 5}, {"5": {"inputs": []}}):
+        assert ask("/graft/runs", method="post", json={"prompt": body})[0][0] == 400
+    for text in ("[" * 100_000, "{", "5", "[]", "{}", "\udcff"):
+        assert ask("/graft/runs", method="post", data=text.encode("utf-8", "surrogatepass"))[0][0] == 400
 
 
 PIECES = (

@@ -16,7 +16,8 @@ from ..family import Family
 from ..loop import OnStep
 from ..lora_file.metadata import run_metadata
 from ..model import Samples
-from ..run import Run, execute, handed_on, ignore_start, run_key
+from ..queued import keep, run_settings
+from ..run import Run, States, execute, handed_on, run_key
 from . import paths, workers
 from .denoiser import ComfyDenoiser
 from .notes import family_in, model_file, run_notes
@@ -46,6 +47,11 @@ class QueuedNode:
         workflow = self.extra.get("workflow")
         found = workflow.get("id") if isinstance(workflow, dict) else None
         return found if isinstance(found, str) else None
+
+    @cached_property
+    def settings(self) -> str:
+        """What the editor knows the run of this node by."""
+        return run_settings(self.prompt or {}, self.id)
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,16 @@ class GraphRun:
             last=self.last,
             node_id=self.node.id,
             workflow=self.node.workflow,
+            settings=self.node.settings,
         ) as on_step:
             steps = self._steps_done_elsewhere(on_step) if self._takes_several else self.steps
             samples = self._samples()
+
+            def on_start(states: States) -> None:
+                keep(self.folder, self.node.settings, self.last)
+                if samples:
+                    samples.on_start(states)
+
             return execute(
                 Run(paths.own_folder(self.folder), self.saving, self.tensorboard),
                 self.denoiser,
@@ -115,7 +128,7 @@ class GraphRun:
                 self.config,
                 self.start,
                 steps=steps,
-                on_start=samples.on_start if samples else ignore_start,
+                on_start=on_start,
                 on_step=samples.following(on_step) if samples else on_step,
                 notes=run_metadata(
                     self.config, self.dataset, self.denoiser.family, self.denoiser.sampling, name=self.name

@@ -18,9 +18,11 @@ from typing import Any
 
 from aiohttp import web
 
+from ..queued import settings_of
 from ..run.run_log import read_entries
 from . import paths
 from .session import known_runs, request_finish
+from .shown import shown_runs
 from .versions import running_server
 
 SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
@@ -49,6 +51,7 @@ def add_routes() -> None:
 def routes() -> list[web.RouteDef]:
     return [
         web.get("/graft/runs", runs),
+        web.post("/graft/runs", shown),
         web.get("/graft/log", log),
         web.get("/graft/files", files),
         web.get("/graft/sample", sample),
@@ -59,6 +62,22 @@ def routes() -> list[web.RouteDef]:
 async def runs(request: web.Request) -> web.Response:
     """Answer {runs}: those that a node of this server trained or is training, the latest last."""
     return web.json_response({"runs": known_runs()})
+
+
+async def shown(request: web.Request) -> web.Response:
+    """Answer {runs, settings} for {workflow, prompt}, a graph in API form.
+
+    Both are by the nodes' numbers: the run that a Train Steps shows, and a digest of any node's settings.
+    """
+    try:
+        asked = await request.json()
+        graph, workflow = asked["prompt"], asked.get("workflow")
+        found = await _in_thread(
+            lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph)}
+        )
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return _refused("no graph in API form", 400)
+    return web.json_response(found)
 
 
 async def log(request: web.Request) -> web.Response:

@@ -36,6 +36,8 @@ class LiveRun:
     first: int
     last: int
     step: int
+    settings: str = ""
+    """Digest of the settings that it was queued with."""
     running: bool = True
     finishing: bool = False
 
@@ -60,7 +62,13 @@ def request_finish(run: str) -> bool:
 
 @contextmanager
 def session(
-    run: str, *, first: int, last: int, node_id: str | None = None, workflow: str | None = None
+    run: str,
+    *,
+    first: int,
+    last: int,
+    node_id: str | None = None,
+    workflow: str | None = None,
+    settings: str = "",
 ) -> Iterator[OnStep]:
     """Yield the `on_step` of a run from step `first` to step `last`.
 
@@ -69,7 +77,7 @@ def session(
     """
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
     _runs.pop(run, None)
-    live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first)
+    live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first, settings)
     logged = told = 0.0
 
     def on_step(progress: Progress) -> str | None:
