@@ -38,7 +38,7 @@ def run_settings(graph: Any, node: str | None) -> str:
     return ""
 
 
-def keep(folder: Path, settings: str, last: int) -> None:
+def note_queued(folder: Path, settings: str, last: int) -> None:
     """Note in a run's folder that it was queued to step `last` with these settings."""
     newest = [*queued(folder).items(), (settings, last)][-MOST_QUEUED:]
     with suppress(OSError):

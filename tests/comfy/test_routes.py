@@ -172,7 +172,7 @@ def trained(run, monkeypatch):
         with session.session(name, first=0, last=9, node_id="5", workflow="w", settings=settings):
             pass
     early = graph("people/anna", learning_rate=3e-4)
-    queued.keep(run, queued.run_settings(early, "5"), 3)
+    queued.note_queued(run, queued.run_settings(early, "5"), 3)
     return early
 
 

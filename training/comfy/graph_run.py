@@ -16,7 +16,7 @@ from ..family import Family
 from ..loop import OnStep
 from ..lora_file.metadata import run_metadata
 from ..model import Samples
-from ..queued import keep, run_settings
+from ..queued import note_queued, run_settings
 from ..run import Run, States, execute, handed_on, run_key
 from . import paths, workers
 from .denoiser import ComfyDenoiser
@@ -117,7 +117,7 @@ class GraphRun:
             samples = self._samples()
 
             def on_start(states: States) -> None:
-                keep(self.folder, self.node.settings, self.last)
+                note_queued(self.folder, self.node.settings, self.last)
                 if samples:
                     samples.on_start(states)
 

@@ -23,7 +23,7 @@ def shown_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
     for node, values in nodes_of(graph).items():
         if values.get("class_type") == TRAIN_STEPS:
             settings = run_settings(graph, node)
-            same = _known(settings=settings) or _kept(values["inputs"].get("name"), settings)
+            same = _known(settings=settings) or _from_folder(values["inputs"].get("name"), settings)
             if run := same or _known(node=node, workflow=workflow or ""):
                 found[node] = {**run, "same": same is not None}
     return found
@@ -35,7 +35,7 @@ def _known(**wanted: Any) -> dict[str, Any] | None:
     return next((run for run in runs if all(run[name] == value for name, value in wanted.items())), None)
 
 
-def _kept(name: Any, settings: str) -> dict[str, Any] | None:
+def _from_folder(name: Any, settings: str) -> dict[str, Any] | None:
     """Return the latest run of this name in output/graft that was queued with `settings`."""
     found = []
     with suppress(OSError, ValueError):  # no usable name
