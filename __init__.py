@@ -15,11 +15,13 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     from .nodes.embedded import register
     from .training.comfy.server import add_routes
     from .training.signals import save_at_exit
+    from .training.text import make_log_readable
 
     class Graft(ComfyExtension):
         async def get_node_list(self):  # type: ignore[no-untyped-def]
             return ALL_NODES
 
+    make_log_readable()
     register()
     add_routes()
     save_at_exit()

@@ -6,10 +6,11 @@ from comfy_api.latest import io
 
 from ..training.comfy import loading
 from . import embedded
+from .node import Files, Node
 from .sockets import schema
 
 
-class LoadBaseModel(io.ComfyNode):
+class LoadBaseModel(Node):
     """One node for a checkpoint, or for a diffusion model with text encoders and VAE in their own files."""
 
     @classmethod
@@ -21,14 +22,14 @@ class LoadBaseModel(io.ComfyNode):
             description="Load the model to train a LoRA on. Stock loaders can be used in its place.",
             search_aliases=["graft", "train", "lora", "checkpoint"],
             inputs=[
-                io.Combo.Input(
+                Files(
                     "model",
                     options=loading.model_files(),
                     tooltip="The base: a .safetensors file from models/checkpoints or "
                     "models/diffusion_models.",
                 ),
                 *(
-                    io.Combo.Input(
+                    Files(
                         f"text_encoder_{number}",
                         options=encoders,
                         default=loading.FROM_CHECKPOINT,
@@ -38,7 +39,7 @@ class LoadBaseModel(io.ComfyNode):
                     )
                     for number in (1, 2, 3)
                 ),
-                io.Combo.Input(
+                Files(
                     "vae",
                     options=[loading.FROM_CHECKPOINT, *loading.vae_files()],
                     default=loading.FROM_CHECKPOINT,

@@ -13,6 +13,7 @@ from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.encoder import ComfyEncoder
 from ..training.comfy.session import progress_bar
 from ..training.data.config import DatasetConfig, SplitConfig
+from .node import Files, Node
 from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
 from .widgets import lines
 
@@ -57,7 +58,7 @@ def _common_inputs() -> list[Any]:
     ]
 
 
-class LoadDataset(io.ComfyNode):
+class LoadDataset(Node):
     """Name a folder of images with captions beside them. No pixel is read yet."""
 
     @classmethod
@@ -69,7 +70,7 @@ class LoadDataset(io.ComfyNode):
             "of the same name.",
             search_aliases=["graft", "images", "captions", "folder"],
             inputs=[
-                io.Combo.Input(
+                Files(
                     "folder",
                     options=data.list_datasets(paths.dataset_roots()),
                     tooltip="A folder in ComfyUI's input directory, or one registered as graft_datasets in "
@@ -112,7 +113,7 @@ class LoadDataset(io.ComfyNode):
         return io.NodeOutput(images, ui={"text": [data.summary(images)]})
 
 
-class DatasetFromImages(io.ComfyNode):
+class DatasetFromImages(Node):
     """Train on images that the graph made or loaded."""
 
     @classmethod
@@ -160,7 +161,7 @@ class DatasetFromImages(io.ComfyNode):
         return io.NodeOutput(found, ui={"text": [text]})
 
 
-class JoinDatasets(io.ComfyNode):
+class JoinDatasets(Node):
     """Several folders as one, each with its own repeats, weight and trigger."""
 
     @classmethod
@@ -193,7 +194,7 @@ class JoinDatasets(io.ComfyNode):
         return io.NodeOutput(joined, ui={"text": [data.summary(joined)]})
 
 
-class PreviewDataset(io.ComfyNode):
+class PreviewDataset(Node):
     """See what the model will see, before it is trained."""
 
     @classmethod
@@ -223,7 +224,7 @@ class PreviewDataset(io.ComfyNode):
         return io.NodeOutput(sheet, data.summary(dataset))
 
 
-class EncodeDataset(io.ComfyNode):
+class EncodeDataset(Node):
     """Run every image and caption through VAE and text encoders, once; the results are kept on disk."""
 
     @classmethod
@@ -260,7 +261,7 @@ class EncodeDataset(io.ComfyNode):
         return io.NodeOutput(encoded, ui={"text": [data.report(encoded)]})
 
 
-class SplitDataset(io.ComfyNode):
+class SplitDataset(Node):
     """Hold images back from training, to measure how well the LoRA does on what it has not seen."""
 
     @classmethod

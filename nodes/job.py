@@ -13,6 +13,7 @@ from ..training.job.graph import NODES
 from .dataset import JoinDatasets, LoadDataset
 from .lora import BuildLora
 from .lora_settings import LoraSettings
+from .node import Files, Node
 from .pictures import SamplePromptsNode
 from .settings import (
     CheckpointSettings,
@@ -24,7 +25,7 @@ from .settings import (
 from .sockets import Checkpoints, Dataset, Lora, Memory, Objective, Optimizer, Samples, schema
 
 
-class TrainingJob(io.ComfyNode):
+class TrainingJob(Node):
     """What a job file says, for the nodes that do it. The base model is loaded beside it."""
 
     @classmethod
@@ -36,7 +37,7 @@ class TrainingJob(io.ComfyNode):
             "into Encode Dataset and Train Steps.",
             search_aliases=["graft", "yaml", "config", "ai-toolkit", "eridiffusion"],
             inputs=[
-                io.Combo.Input(
+                Files(
                     "file",
                     options=jobs.job_files(),
                     tooltip="A .yaml file in ComfyUI's input folder, or in one registered as graft_datasets.",

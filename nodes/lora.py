@@ -12,6 +12,7 @@ from ..training.comfy.lora_files import NONE, changed_at
 from ..training.comfy.paths import lora_file_names, lora_file_path
 from ..training.comfy.starting import summary
 from ..training.config import AdapterConfig
+from .node import Files, Node
 from .sockets import Lora, schema
 from .widgets import advanced, lines
 
@@ -19,7 +20,7 @@ SIZES = {"as in the file": "file", "as set here": "settings"}
 """What people choose -> AdapterConfig.start_size."""
 
 
-class BuildLora(io.ComfyNode):
+class BuildLora(Node):
     """Choose method, size and layers. Connect the model to see how many layers and parameters that gives."""
 
     @classmethod
@@ -90,7 +91,7 @@ class BuildLora(io.ComfyNode):
                     "0.5 is usual, 0 leaves them. Train Steps then needs CLIP, and encodes captions in every "
                     "step.",
                 ),
-                io.Combo.Input(
+                Files(
                     "start_from",
                     options=[NONE, *lora_file_names()],
                     default=NONE,

@@ -10,13 +10,14 @@ from comfy_api.latest import io
 
 from ..training.adapters.preset import apply_preset
 from ..training.config import AdapterConfig
+from .node import Node
 from .sockets import Lora, schema
 from .widgets import widget
 
 T = TypeVar("T")
 
 
-class LoraSettings(io.ComfyNode):
+class LoraSettings(Node):
     """Dropout, starting values, and what differs from layer to layer."""
 
     @classmethod

@@ -11,18 +11,19 @@ from comfy_api.latest import io
 from ..training.comfy import loading, lora_files, paths
 from ..training.comfy.lora_files import AS_IT_IS, NONE
 from ..training.tools.convert import LAYOUTS
+from .node import Files, Node
 from .sockets import schema
 
 DTYPES = ("fp16", "bf16", "fp32")
 
 
 def _lora(tooltip: str) -> Any:
-    return io.Combo.Input("lora_name", options=paths.lora_file_names(), tooltip=tooltip)
+    return Files("lora_name", options=paths.lora_file_names(), tooltip=tooltip)
 
 
 def _model_file(name: str, tooltip: str, others: Sequence[str] = ()) -> Any:
     options = [*others, *loading.model_files()]
-    return io.Combo.Input(name, options=options, default=others[0] if others else None, tooltip=tooltip)
+    return Files(name, options=options, default=others[0] if others else None, tooltip=tooltip)
 
 
 def _strength(name: str, tooltip: str) -> Any:
@@ -66,7 +67,7 @@ def _written(result: tuple[Path, str]) -> io.NodeOutput:
     return io.NodeOutput(str(path), ui={"text": [report]})
 
 
-class _ReadsFiles(io.ComfyNode):
+class _ReadsFiles(Node):
     """A node whose inputs name files: it runs again when one of them was replaced under its name."""
 
     @classmethod

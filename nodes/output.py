@@ -19,10 +19,11 @@ from ..training.run import Run, newest
 from ..training.run.run_log import read_log
 from ..training.tensor_file import TensorFile
 from ..training.whole_file import WINDOWS
+from .node import Node
 from .sockets import State, schema
 
 
-class SaveLora(io.ComfyNode):
+class SaveLora(Node):
     """Write the LoRA where the stock Load LoRA node finds it."""
 
     @classmethod
@@ -98,8 +99,6 @@ class SaveLora(io.ComfyNode):
         weights: str = "average",
     ) -> io.NodeOutput:
         trained = state.load()
-        if any("\ud800" <= letter <= "\udfff" for letter in trigger):
-            raise ValueError(f"trigger: {trigger!r} holds half of a letter; write it anew.")
         trained = replace(trained, weights=trained.result(average=weights == "average"))
         family = family_named(trained.family)
         path_of = paths.lora_path if comfy_reads(format, family) else paths.diffusers_path
@@ -160,7 +159,7 @@ def _seconds(state: StateHandle) -> float:
     return sum(entry.get("seconds") or 0.0 for entry in steps if entry["step"] <= state.step)
 
 
-class SaveTrainingState(io.ComfyNode):
+class SaveTrainingState(Node):
     """Keep a training state under a name of your own."""
 
     @classmethod
@@ -185,7 +184,7 @@ class SaveTrainingState(io.ComfyNode):
         return io.NodeOutput(str(folder), ui={"text": [f"{folder.name}: step {state.step}"]})
 
 
-class LoadTrainingState(io.ComfyNode):
+class LoadTrainingState(Node):
     """Go on from a saved training state."""
 
     @classmethod

@@ -11,11 +11,12 @@ from ..training.comfy import grid, output
 from ..training.comfy.notes import family_in, model_file
 from ..training.comfy.samples import SAMPLERS, SCHEDULERS, SamplePrompts
 from ..training.comfy.session import progress_bar
+from .node import Node
 from .sockets import Samples, State, schema
 from .widgets import lines, seed_input, widget
 
 
-class SamplePromptsNode(io.ComfyNode):
+class SamplePromptsNode(Node):
     """What to draw while a LoRA is trained, or to compare its checkpoints by."""
 
     @classmethod
@@ -92,7 +93,7 @@ class SamplePromptsNode(io.ComfyNode):
         return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), **values))
 
 
-class LossPlot(io.ComfyNode):
+class LossPlot(Node):
     """The course of a run as a picture."""
 
     @classmethod
@@ -111,7 +112,7 @@ class LossPlot(io.ComfyNode):
         return io.NodeOutput(output.images([grid.plot(state)]))
 
 
-class CheckpointGrid(io.ComfyNode):
+class CheckpointGrid(Node):
     """A run's checkpoints beside one another, to choose by eye."""
 
     @classmethod

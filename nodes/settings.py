@@ -23,6 +23,7 @@ from ..training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
 from ..training.objective.weighting import LOSSES, SPACES, WEIGHTINGS
 from ..training.optimizer import OPTIMIZERS
 from ..training.schedule import SCHEDULES
+from .node import Node
 from .sockets import (
     Checkpoints,
     Dataset,
@@ -39,7 +40,7 @@ from .sockets import (
 from .widgets import advanced, lines, widget
 
 
-class DatasetSettingsNode(io.ComfyNode):
+class DatasetSettingsNode(Node):
     """Captions, buckets, crops, colours and masks, beyond what Load Dataset shows."""
 
     @classmethod
@@ -186,7 +187,7 @@ class DatasetSettingsNode(io.ComfyNode):
         )
 
 
-class OptimizerSettings(io.ComfyNode):
+class OptimizerSettings(Node):
     """How the weights move."""
 
     @classmethod
@@ -329,7 +330,7 @@ def _moments() -> list[Any]:
     ]  # fmt: skip
 
 
-class ObjectiveSettings(io.ComfyNode):
+class ObjectiveSettings(Node):
     """Which noise levels are practised, and how the error counts."""
 
     @classmethod
@@ -445,7 +446,7 @@ class ObjectiveSettings(io.ComfyNode):
         return io.NodeOutput(ObjectiveConfig(**values))
 
 
-class MemorySettings(io.ComfyNode):
+class MemorySettings(Node):
     """Precision, what is kept or recomputed, and where the frozen weights are."""
 
     @classmethod
@@ -502,7 +503,7 @@ class MemorySettings(io.ComfyNode):
         return io.NodeOutput(MemoryConfig(dtype=precision, **values))
 
 
-class ValidationSettings(io.ComfyNode):
+class ValidationSettings(Node):
     """Measure held-out images during a run, and stop when it has learnt enough."""
 
     @classmethod
@@ -544,7 +545,7 @@ class ValidationSettings(io.ComfyNode):
         return io.NodeOutput(HeldOut(ValidationConfig(**values), encoded(validation, "validation")))
 
 
-class CheckpointSettings(io.ComfyNode):
+class CheckpointSettings(Node):
     """How often a run saves itself."""
 
     @classmethod

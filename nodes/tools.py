@@ -15,10 +15,11 @@ from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.outlook import outlook
 from ..training.memory.plan import every_plan
 from ..training.validation import validation_loss
+from .node import Node
 from .sockets import Dataset, Memory, Optimizer, encoded, schema, start_input, trained_clip
 
 
-class ValidationLoss(io.ComfyNode):
+class ValidationLoss(Node):
     """How well a model denoises images it was not trained on."""
 
     @classmethod
@@ -46,7 +47,7 @@ class ValidationLoss(io.ComfyNode):
         return io.NodeOutput(loss, ui={"text": [f"validation loss {loss:.5f}"]})
 
 
-class MemoryPlan(io.ComfyNode):
+class MemoryPlan(Node):
     """What training would take, by every way to spend memory."""
 
     @classmethod

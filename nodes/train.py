@@ -25,6 +25,7 @@ from ..training.config import (
     ValidationConfig,
 )
 from ..training.family import Family
+from .node import Node
 from .sockets import (
     Checkpoints,
     Dataset,
@@ -46,7 +47,7 @@ from .widgets import seed_input
 log = logging.getLogger(__name__)
 
 
-class TrainSteps(io.ComfyNode):
+class TrainSteps(Node):
     """Add optimizer steps to a run. Pure: equal inputs give equal states; a finished run costs nothing."""
 
     @classmethod

@@ -9,6 +9,7 @@ import folder_paths
 
 from .. import distributed
 from ..data.roots import KIND
+from ..text import require_letters, shown
 
 
 def dataset_roots() -> list[Path]:
@@ -124,17 +125,21 @@ def state_folder(name: str) -> Path:
 
 LONGEST = 240
 """Bytes of a name: systems allow 255, and a step or an extension may follow."""
+LONGEST_PATH = 1024
+"""Bytes of a name with its subfolders; the folder that it lies in comes before."""
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 """What Windows takes for a device, whatever the extension."""
 
 
 def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
     clean = name.strip().replace("\\", "/").removesuffix(suffix)
-    forbidden = set('<>:"|?*') | {chr(code) for code in range(32)} | set(map(chr, range(0xD800, 0xE000)))
+    require_letters(name, f"{what}: {shown(name)}")
+    forbidden = set('<>:"|?*') | {chr(code) for code in range(32)}
     parts = clean.split("/")
+    for text, most in ((clean, LONGEST_PATH), *((part, LONGEST) for part in parts)):
+        if len(text.encode()) > most:
+            raise ValueError(f"{what}: {text[:40]!r}... is too long; {most} bytes are the most.")
     for part in parts:
-        if len(part.encode("utf-8", "surrogatepass")) > LONGEST:
-            raise ValueError(f"{what}: {part[:40]!r}... is too long; {LONGEST} bytes are the most.")
         if part.partition(".")[0].strip().lower() in RESERVED:
             raise ValueError(f"{what}: Windows knows no file called {part!r}; choose another name.")
     if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):

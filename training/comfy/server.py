@@ -25,6 +25,8 @@ from .session import known_runs, request_finish
 from .shown import shown_runs
 from .versions import running_server
 
+logger = logging.getLogger(__name__)
+
 SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
 CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
 
@@ -38,7 +40,7 @@ def add_routes() -> None:
         if getattr(route, "path", "") == "/graft/runs":
             other = Path(inspect.getfile(route.handler)).resolve()
             if other != Path(__file__).resolve():
-                logging.error(
+                logger.error(
                     "Graft: it is installed twice, in %s and in %s. The nodes of one do not go with the "
                     "other's chart and Finish: remove one of these folders and restart ComfyUI.",
                     *(file.parents[2] for file in (other, Path(__file__).resolve())),

@@ -37,6 +37,8 @@ from .reading import content_of, mask_file, open_latents, open_sample
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
 
+log = logging.getLogger(__name__)
+
 VERSION = 1
 """Part of every key; raised when encoding changes what it stores."""
 _CHECKS_PER_REPORT = 64
@@ -67,7 +69,7 @@ def encode(
         for done, (number, error) in enumerate(_encode_images(work, index, unseen), 1):
             if error:
                 bad[number] = error
-                logging.warning("%s: %s", images.samples.names[number], error)
+                log.warning("%s: %s", images.samples.names[number], error)
             on_progress(done, total, "Encoding images")
         _require_usable(images, bad)
         for done, number in enumerate(unread, len(unseen) + 1):

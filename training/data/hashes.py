@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+log = logging.getLogger(__name__)
+
 _RACY_NS = 3_000_000_000  # FAT keeps dates to two seconds
 
 
@@ -104,7 +106,7 @@ class ContentHashes:
             self._forget(error)
 
     def _forget(self, error: Exception) -> None:
-        logging.warning("%s cannot be used (%s); files are read anew instead.", self._file, error)
+        log.warning("%s cannot be used (%s); files are read anew instead.", self._file, error)
         if self._known is not None:
             self._known.close()
         self._known = None

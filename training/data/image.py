@@ -18,6 +18,8 @@ from PIL import Image, ImageCms, ImageColor
 from .bucket import Box, Size
 from .image_file import BadImage, decode, has_alpha, opened, require_size, upright
 
+log = logging.getLogger(__name__)
+
 _DEEP_GRAY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -142,7 +144,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
             if converted is not None:
                 return converted
         except (ImageCms.PyCMSError, OSError, ValueError, ImportError) as error:
-            logging.warning("%s: colour profile ignored: %s", getattr(image, "filename", "image"), error)
+            log.warning("%s: colour profile ignored: %s", getattr(image, "filename", "image"), error)
     return image.convert("RGB")
 
 

@@ -22,6 +22,8 @@ from .bucket import Size
 if TYPE_CHECKING:
     from PIL.TiffImagePlugin import TiffImageFile
 
+log = logging.getLogger(__name__)
+
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif"))
 HEIC = frozenset((".heic", ".heif"))
 """Photos as phones keep them, read only where something in ComfyUI taught Pillow to (pillow-heif does)."""
@@ -154,7 +156,7 @@ def upright(image: Image.Image) -> int:
         return int(image.getexif().get(0x0112, 1))
     # A damaged EXIF block raises nearly anything and says nothing about the pixels.
     except Exception as error:
-        logging.debug("EXIF of %s cannot be read: %s", getattr(image, "filename", "image"), error)
+        log.debug("EXIF of %s cannot be read: %s", getattr(image, "filename", "image"), error)
         return 1
 
 

@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 KINDS = ("latents", "masks", "text")
 _TEMPORARY = ".tmp"
 _DAY = 24 * 3600.0
@@ -62,7 +64,7 @@ class Store:
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError, ValueError) as error:
-            logging.warning("Cache entry %s is damaged (%s); it is made again.", path, error)
+            log.warning("Cache entry %s is damaged (%s); it is made again.", path, error)
             return False
         return True
 

@@ -16,10 +16,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..config import unknown_key
 from ..idle_settings import idle_settings
+from ..text import shortened
 from .graph import NODES, Prompt, graph_of, of_kind
 from .keys import (
     DATASET_KEYS,
@@ -33,9 +32,12 @@ from .keys import (
     is_off,
 )
 from .rules import RULES
+from .yaml_file import read_yaml
 
 DATASETS = "graft_datasets"
 """Kind of folder, in extra_model_paths.yaml, that holds images."""
+MOST_NAMED = 50
+"""Problems of one file that are named, a line each."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,12 @@ def read_job(path: Path, has_dataset: HasDataset = maybe) -> Job:
     Raises ValueError for YAML that cannot be read, a key that is not known, and a value that cannot be used.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: this is no readable YAML file: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{path.name}: its lists lie too deep within one another.") from None
-    if not isinstance(document, dict):
-        raise ValueError(
-            f"{path.name}: expected 'job:' and 'config:', or 'model:', 'datasets:' and 'train:'; see "
-            "example_workflows/jobs."
-        )
-    try:
+        document = read_yaml(path)
+        if not isinstance(document, dict):
+            raise ValueError(
+                "expected 'job:' and 'config:', or 'model:', 'datasets:' and 'train:'; see "
+                "example_workflows/jobs."
+            )
         return compile_job(document, path.resolve().parent, name=path.stem, has_dataset=has_dataset)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
@@ -135,7 +132,7 @@ def compile_job(
             with _noted(refusals):
                 entry["dataset.folder"] = places.dataset(entry["dataset.folder"], folder_key)
     if refusals:
-        raise ValueError("\n".join(([f"{len(refusals)} problems:"] if refusals[1:] else []) + refusals))
+        raise _problems(refusals)
     run = inputs.pop("run")
     name = run["name"]
     return Job(
@@ -155,7 +152,15 @@ def _noted(refusals: list[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        refusals.append(str(error))
+        refusals.append(shortened(str(error)))
+
+
+def _problems(refusals: Sequence[str]) -> ValueError:
+    """Return the one error for everything in a file that cannot be had."""
+    lines = [f"{len(refusals)} problems:"] if refusals[1:] else []
+    lines += refusals[:MOST_NAMED]
+    lines += [f"... and {len(refusals) - MOST_NAMED} more"] if refusals[MOST_NAMED:] else []
+    return ValueError("\n".join(lines))
 
 
 def flat(

@@ -83,9 +83,10 @@ def text(value: Any, key: str) -> str:
 def number(value: Any, key: str) -> float:
     """Return a number, also from 1e-4, which YAML 1.1 reads as a text."""
     try:
-        if isinstance(value, bool):
+        found = float(value)
+        if isinstance(value, bool) or math.isnan(found):
             raise ValueError
-        return float(value)
+        return found
     except (TypeError, ValueError):
         raise ValueError(f"{key}: expected a number, found {value!r}.") from None
 

@@ -5,8 +5,8 @@ passes through every state of a shorter one. So a finished run costs nothing, a 
 one that was cancelled or killed resumes from its last checkpoint, bit-equal to a run that never stopped
 (tested on the CPU; a GPU's kernels may round otherwise each time).
 
-The folder holds `config.json`, `queued.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/`, LoRAs in
-`loras/` and, where wanted, `log.sqlite`.
+The folder holds `config.json`, `queued.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/`, LoRAs
+in `loras/` and, where wanted, `log.sqlite`.
 """
 
 from __future__ import annotations

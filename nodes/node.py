@@ -1,0 +1,66 @@
+"""What every node of Graft is: its inputs are checked before it runs, and its errors can be written.
+
+ComfyUI 0.3.75 passes on whatever a client sends as a choice of a menu, and its queue ends with a message that
+its log cannot write. The one rule: a class in ALL_NODES is a `Node`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..training.text import make_readable, require_letters, shown
+
+LONGEST_NAME = 1024
+"""Letters of a file's name in a menu; systems take no path of more than 4096 bytes."""
+
+
+class Files(io.Combo.Input):
+    """A menu of files or folders, where a client may name one that came after the page was loaded."""
+
+
+class Node(io.ComfyNode):
+    """A node whose `execute` and `fingerprint_inputs` get inputs that its widgets could have."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("execute", "fingerprint_inputs"):
+            method = vars(cls).get(name)
+            if method is not None and not hasattr(method.__func__, "__wrapped__"):  # as in ComfyUI's clones
+                setattr(cls, name, classmethod(_guarded(method.__func__)))
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(cls: type[Node], *args: Any, **values: Any) -> Any:
+        try:
+            require_usable(cls.SCHEMA or cls.define_schema(), values)
+            return method(cls, *args, **values)
+        except Exception as error:
+            make_readable(error)
+            raise
+
+    return guarded
+
+
+def require_usable(schema: io.Schema, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that a menu does not have, and for half of a letter in a text."""
+    for entry in schema.inputs:
+        value = values.get(entry.id)
+        for each in value if schema.is_input_list and isinstance(value, list) else [value]:
+            if each is not None:  # which an input is that is left out, or not known yet
+                _require_usable(entry, each)
+
+
+def _require_usable(entry: Any, value: Any) -> None:
+    if isinstance(entry, io.String.Input) and isinstance(value, str):
+        require_letters(value, f"{entry.id}: {shown(value)}")
+    elif isinstance(entry, Files):
+        if not isinstance(value, str) or len(value) > LONGEST_NAME:
+            raise ValueError(f"{entry.id}: {shown(value)} is no name of a file; choose one of the menu.")
+    elif isinstance(entry, io.Combo.Input) and value not in entry.options:
+        choices = ", ".join(map(str, entry.options))
+        raise ValueError(f"{entry.id}: {shown(value)} is not one of {choices}.")
