@@ -11,7 +11,7 @@ from ..training import data
 from ..training.comfy import paths
 from ..training.comfy.denoiser import ComfyDenoiser
 from ..training.comfy.encoder import ComfyEncoder
-from ..training.comfy.session import progress_bar
+from ..training.comfy.session import progress_bar, raise_if_cancelled
 from ..training.data.config import DatasetConfig, SplitConfig
 from .node import Files, Node
 from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
@@ -97,9 +97,8 @@ class LoadDataset(Node):
 
     @classmethod
     def fingerprint_inputs(cls, folder: str, recursive: bool = False, **others: Any) -> str:
-        return data.fingerprint(
-            data.resolve_dataset(folder, paths.dataset_roots()), DatasetConfig(recursive=recursive)
-        )
+        found = data.resolve_dataset(folder, paths.dataset_roots())
+        return data.fingerprint(found, DatasetConfig(recursive=recursive), raise_if_cancelled)
 
     @classmethod
     def execute(
@@ -220,7 +219,9 @@ class PreviewDataset(Node):
 
     @classmethod
     def execute(cls, dataset: Any, model: Any, count: int) -> io.NodeOutput:
-        sheet = data.preview(pictures(dataset), step=ComfyDenoiser(model).family.bucket_step, count=count)
+        step = ComfyDenoiser(model).family.bucket_step
+        with progress_bar() as on_progress:
+            sheet = data.preview(pictures(dataset), step=step, count=count, on_progress=on_progress)
         return io.NodeOutput(sheet, data.summary(dataset))
 
 

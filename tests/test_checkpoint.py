@@ -282,3 +282,9 @@ def test_what_cannot_be_replaced_at_all_stays(windows, monkeypatch):
     with pytest.raises(PermissionError):
         write_text(windows.parent / "folder", "new")
     assert {path.name for path in windows.parent.iterdir()} == {"file", "folder"}
+
+
+def test_values_nested_without_end_are_named_like_other_damage(tmp_path):
+    (tmp_path / "state.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"{tmp_path.name}: no training state here .its lists lie too deep"):
+        open_state(tmp_path)

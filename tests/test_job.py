@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -901,3 +902,63 @@ def test_a_file_without_an_end_to_its_lists_is_refused(tmp_path):
     file.write_text("[" * 20_000)
     with pytest.raises(ValueError, match=r"deep\.yaml: its lists lie too deep"):
         read_job(file)
+
+
+ODD = {
+    "aliases of aliases": (
+        "job: extension\nconfig: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij")),
+        "its aliases",
+    ),
+    "an alias of itself": ("a: &a [*a]", "its aliases"),
+    "merged aliases": (
+        "a: &a {k: 1}\n"
+        + "".join(f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 9)}]}}\n" for a, b in pairwise("abcdefghij")),
+        "its aliases",
+    ),
+    "a day that there is not": ("job: extension\nconfig: 2020-99-99", r"line 2: '2020-99-99' is not what"),
+    "a number of 9,999 digits": ("job: " + "9" * 9999, r"line 1: '9+\.\.\.9+' is not what"),
+    "a truth that is none": ("job: !!bool perhaps", "line 1: 'perhaps' is not what"),
+    "half a letter": ('job: "\\ud83d"', r"line 1: '\\ud83d' holds half of a letter"),
+    "a megabyte": ("job: " + "x" * 2**20, "more than 256 KB"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_file_that_does_harm_is_refused_by_its_name(case, tmp_path):
+    text, reason = ODD[case]
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"^odd\.yaml: {reason}") as raised:
+        read_job(tmp_path / "odd.yaml")
+    assert len(str(raised.value)) < 1000
+
+
+def test_aliases_and_merged_keys_that_people_write_are_read(tmp_path):
+    job = document()
+    job["config"]["process"][0]["datasets"] = [{"folder_path": "a"}] * 3
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))  # writes aliases for what is there again
+    assert "&id001" in (tmp_path / "job.yaml").read_text()
+    assert len(read_job(tmp_path / "job.yaml").nodes("GraftLoadDataset")) == 3
+
+
+def test_a_refusal_shows_little_of_a_large_value_and_of_many(tmp_path):
+    large = document("train.lr", ["x" * 1000] * 100)
+    with pytest.raises(ValueError, match=r"train\.lr: expected a number") as raised:
+        compile_job(large, tmp_path)
+    assert len(str(raised.value)) < 1000
+    many = document() | {f"key{i}": 1 for i in range(1000)}
+    with pytest.raises(ValueError, match=r"^1000 problems:\n(.*\n){50}\.\.\. and 950 more$"):
+        compile_job(many, tmp_path)
+
+
+def test_what_is_not_a_number_is_refused_as_such(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.lr: expected a number, found nan"):
+        compile_job(document("train.lr", float("nan")), tmp_path)
+
+
+def test_a_path_that_no_system_takes_is_refused_by_the_files_name(tmp_path):
+    job = document()
+    job["config"]["process"][0]["datasets"] = [{"folder_path": "x" * 5000}]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    with pytest.raises(ValueError, match=r"^job\.yaml: .*name too long"):
+        read_job(tmp_path / "job.yaml")

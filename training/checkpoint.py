@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import AdapterConfig, from_dict, to_dict
+from .input_file import parse_json
 from .state import LossScale, OptimizerState, TrainState
 from .whole_file import commit, remove_leftovers, temporary_in, whole_file
 
@@ -155,10 +156,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError, and ValueError when the file holds anything else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    values = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"it holds {type(values).__name__}, not an object")
     return values

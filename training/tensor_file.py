@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from .config import require
+from .input_file import parse_json, require_ordinary
+from .text import readable
 from .whole_file import remove_leftovers, whole_file
 
 LARGEST_HEADER = 100_000_000
@@ -119,7 +121,8 @@ def write_streaming(
     """
     # The widest numbers first, which keeps all tensors aligned.
     order = sorted(entries, key=lambda name: (-FORMATS[entries[name].format][0], name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    notes = {readable(name): readable(value) for name, value in metadata.items()}
+    header: dict[str, object] = {"__metadata__": notes} if notes else {}
     at = 0
     for name in order:
         entry = entries[name]
@@ -150,6 +153,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
     """Return the header, the byte at which tensors begin, and the file's size."""
     try:
+        require_ordinary(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(9)
@@ -169,10 +173,10 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
                 )
             text = head[8:] + file.read(length - 1)
     except OSError as error:
-        raise ValueError(f"{path.name}: the file cannot be read ({error.strerror}).") from error
+        raise ValueError(f"{path.name}: the file cannot be read ({error.strerror or error}).") from error
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path.name}: the file is damaged ({error}); download it again.") from error
     return header, 8 + length, size
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,8 @@ from graft.training.data import (
     scan,
 )
 from graft.training.data.augment import render
+from graft.training.data.caption import variations
+from graft.training.data.hashes import file_digest
 from graft.training.headless import launch
 
 NAMES = "abcd"
@@ -184,6 +187,39 @@ def test_cancelling_stops_before_the_next_image(folder, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         encode(scan(folder, SMALL), encoder, tmp_path / "cache", on_progress=cancel)
     assert encoder.calls == (1, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders there")
+def test_a_mask_that_is_a_pipe_is_named_and_not_waited_for(folder, tmp_path):
+    os.mkfifo(folder / "a-mask.png")
+    with pytest.raises(ValueError, match=r"a\.png: its mask a-mask\.png: .*it is a pipe"):
+        encode(scan(folder, SMALL), FakeEncoder(), tmp_path / "cache")
+
+
+def test_cancel_is_answered_while_an_image_is_read(folder, tmp_path, monkeypatch):
+    images, go_on = scan(folder, SMALL), threading.Event()
+    monkeypatch.setattr("graft.training.data.cache.render", lambda *_: go_on.wait())
+    seen = []
+
+    def cancel(done, total, message):
+        seen.append((done, message))
+        if seen.count((0, "Encoding images")) > 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode(images, FakeEncoder(), tmp_path / "cache", on_progress=cancel)
+    assert not go_on.is_set()
+    go_on.set()
+
+
+def test_cancel_is_asked_for_within_a_file_and_at_each_variation_of_a_caption(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(5 << 20))
+    calls = []
+    file_digest(tmp_path / "large", lambda: calls.append(1))
+    assert len(calls) == 5
+    config = replace(SMALL, caption=CaptionConfig(shuffle=True, variations=100))
+    variations(("a, b, c, d",), config, lambda: calls.append(1))
+    assert len(calls) == 105
 
 
 def test_an_entry_is_never_visible_before_it_is_whole(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from graft.tests.data.helpers import HEIC, add, picture
 from graft.training.data import CaptionConfig, DatasetConfig, MaskConfig, fingerprint, scan
 from graft.training.data import folder as folder_module
+from graft.training.data.caption import LONGEST
+from graft.training.data.caption_file import LARGEST, MOST_CAPTIONS
+from graft.training.data.config import MOST_ADDED
 
 SKIP = DatasetConfig(skip_bad=True)
 links = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege on Windows")
@@ -108,7 +112,7 @@ def test_a_json_caption_may_have_several_shapes(tmp_path, content, expected):
 def test_a_caption_with_half_a_letter_is_refused_by_name(tmp_path, name):
     add(tmp_path, "a.png", None)
     (tmp_path / name).write_text(json.dumps({"file_name": "a.png", "text": "a cat \ud83d"}))
-    with pytest.raises(ValueError, match=r"a\.png: its caption has a broken letter \('\\ud83d' at 6"):
+    with pytest.raises(ValueError, match=r"a\.png: its caption holds half of a letter \('\\ud83d' at 6"):
         scan(tmp_path)
 
 
@@ -314,10 +318,10 @@ def test_a_file_name_that_is_no_valid_text_is_read(tmp_path):
 
 
 def test_a_file_that_vanishes_during_the_scan_is_named(tmp_path):
-    for name in "abc":
+    for name in "abcdefghij":
         add(tmp_path, f"{name}.png")
-    vanish = lambda done, total, message: done == 1 and (tmp_path / "c.png").unlink(missing_ok=True)  # noqa: E731
-    with pytest.raises(ValueError, match=r"c\.png: disappeared"):
+    vanish = lambda done, total, message: done == 1 and (tmp_path / "j.png").unlink(missing_ok=True)  # noqa: E731
+    with pytest.raises(ValueError, match=r"j\.png: disappeared"):
         scan(tmp_path, on_progress=vanish)
 
 
@@ -349,7 +353,7 @@ def test_scanning_reports_progress_and_can_be_cancelled(tmp_path):
         add(tmp_path, f"{name}.png")
     seen = []
     scan(tmp_path, on_progress=lambda done, total, message: seen.append((done, total)))
-    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert list(dict.fromkeys(seen)) == [(0, 1), (0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
     with pytest.raises(KeyboardInterrupt):
         scan(tmp_path, on_progress=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
 
@@ -375,3 +379,102 @@ def test_a_read_only_folder_is_no_obstacle(tmp_path):
         assert names(scan(tmp_path)) == ["a.png"]
     finally:
         tmp_path.chmod(0o755)
+
+
+PIPES = ["a.txt", "a.caption", "a.json", "metadata.jsonl", "b.png", "b.npz"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders there")
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_is_named_and_not_waited_for(tmp_path, name):
+    add(tmp_path, "a.png", None)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}.*\(it is a pipe, a socket or a device"):
+        scan(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders there")
+def test_a_pipe_that_nobody_reads_is_no_obstacle(tmp_path):
+    add(tmp_path, "a.png", "found")
+    os.mkfifo(tmp_path / "commands")
+    assert captions(scan(tmp_path)) == {"a.png": ("found",)}
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="no sockets in folders there")
+def test_a_socket_is_named(tmp_path, monkeypatch):
+    add(tmp_path, "a.png", None)
+    monkeypatch.chdir(tmp_path)  # the address of a socket may be no longer than 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("a.txt")
+        with pytest.raises(ValueError, match=r"a\.txt cannot be read \(it is a pipe, a socket"):
+            scan(tmp_path)
+
+
+DEEP = "[" * 100_000
+TOO_MUCH = {
+    "a.txt": ("word " * 2_000_000, rf"its caption a\.txt has more than {LARGEST} letters"),
+    "a.caption": ("x" * (LONGEST + 1), rf"its caption, as trained, has {LONGEST + 1} letters"),
+    "a.json": (DEEP, r"a\.json is not valid JSON \(its lists lie too deep"),
+    "metadata.jsonl": (DEEP, r"metadata\.jsonl, line 1: not \{.*its lists lie too deep"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_a_caption_that_is_too_long_or_too_deep_is_named(tmp_path, name):
+    add(tmp_path, "a.png", None), add(tmp_path, "b.png", "fine")
+    text, reason = TOO_MUCH[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name if name == 'metadata.jsonl' else 'a.png'}: .*{reason}"):
+        scan(tmp_path)
+    assert captions(scan(tmp_path, SKIP)) == {"b.png": ("fine",)}
+
+
+def test_a_line_of_metadata_without_an_end_is_named(tmp_path):
+    add(tmp_path, "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "fine"}\n' + "x" * (LARGEST + 2))
+    with pytest.raises(ValueError, match=r"metadata\.jsonl, line 2 has more than"):
+        scan(tmp_path)
+
+
+def test_a_list_of_captions_has_a_limit(tmp_path):
+    add(tmp_path, "a.png", None)
+    for count in (MOST_CAPTIONS, MOST_CAPTIONS + 1):
+        (tmp_path / "a.json").write_text(json.dumps({"captions": [f"number {i}" for i in range(count)]}))
+        if count <= MOST_CAPTIONS:
+            assert len(captions(scan(tmp_path))["a.png"]) == count
+    with pytest.raises(ValueError, match=rf"a\.json: {count} captions of one image; {MOST_CAPTIONS} are"):
+        scan(tmp_path)
+
+
+def test_what_a_caption_grows_to_counts_towards_its_limit(tmp_path):
+    add(tmp_path, "a.png", "[trigger] " * 100)
+    assert scan(tmp_path, captioned(trigger="x" * 100))
+    with pytest.raises(ValueError, match=r"a\.png: its caption, as trained, has 2\d{4} letters"):
+        scan(tmp_path, captioned(trigger="x" * 200))
+
+
+@pytest.mark.parametrize("name", ["prefix", "suffix", "trigger"])
+def test_what_is_added_to_every_caption_has_a_limit(name):
+    captioned(**{name: "x" * MOST_ADDED})
+    with pytest.raises(ValueError, match=f"the {name} has {MOST_ADDED + 1} letters; {MOST_ADDED} are"):
+        captioned(**{name: "x" * (MOST_ADDED + 1)})
+
+
+def test_a_metadata_file_is_read_line_by_line_and_cancel_is_asked_for_at_each(tmp_path):
+    add(tmp_path, "a.png")
+    line = json.dumps(
+        {"file_name": "a.png", "text": "letters \u2028 that end lines elsewhere"}, ensure_ascii=False
+    )
+    (tmp_path / "metadata.jsonl").write_text(f"{line}\n" * 1000, encoding="utf-8")
+    seen = []
+    scan(tmp_path, captioned(source="jsonl"), on_progress=lambda *event: seen.append(event))
+    assert len(seen) > 1000
+
+
+def test_cancel_is_asked_for_at_each_file_of_a_folder(tmp_path):
+    for number in range(50):
+        (tmp_path / f"{number}.txt").write_text("")
+    add(tmp_path, "a.png")
+    calls = []
+    fingerprint(tmp_path, check=lambda: calls.append(1))
+    assert len(calls) > 2 * 50

@@ -7,6 +7,7 @@ import torch
 
 from graft.tests.data.helpers import SMALL, FakeEncoder
 from graft.training.data import CaptionConfig, MaskConfig, encode, from_images
+from graft.training.data.caption import LONGEST
 
 TWO = torch.rand(2, 64, 96, 3, generator=torch.Generator().manual_seed(0))
 
@@ -68,3 +69,16 @@ def test_missing_captions_can_be_the_trigger(tmp_path):
     config = replace(SMALL, caption=CaptionConfig(missing="trigger", trigger="sks"))
     encode(from_images(TWO, [""], config=config), encoder := FakeEncoder(), tmp_path)
     assert encoder.texts == ["sks"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a \ud83d", r"its caption holds half of a letter \('\\ud83d' at 2\)"),
+        ("x" * (LONGEST + 1), f"its caption, as trained, has {LONGEST + 1} letters; shorten it to {LONGEST}"),
+    ],
+    ids=["half a letter", "too long"],
+)
+def test_a_caption_that_no_text_encoder_takes_is_named(text, reason):
+    with pytest.raises(ValueError, match=f"^image-1: {reason}"):
+        from_images(TWO, ["fine", text], config=SMALL)

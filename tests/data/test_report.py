@@ -127,3 +127,18 @@ def test_the_preview_shows_a_file_that_became_bad_as_text(tmp_path):
     images = scan(tmp_path, SMALL)
     path.unlink()
     assert preview(images, step=16, cell=64).shape[3] == 3
+
+
+def test_drawing_a_preview_can_be_cancelled(tmp_path):
+    for name in "abcd":
+        add(tmp_path, f"{name}.png")
+    seen = []
+
+    def cancel(done, total, message):
+        seen.append((done, total))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preview(scan(tmp_path, SMALL), step=16, on_progress=cancel)
+    assert list(dict.fromkeys(seen)) == [(0, 4), (1, 4), (2, 4)]

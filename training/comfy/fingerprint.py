@@ -109,7 +109,9 @@ class FileDigests:
         found: dict[bytes, bytes] = {}
         with (
             _one_at_a_time,
-            ContentHashes(paths.cache_folder(), "weights", lambda file: _packed(digest_file(file))) as hashes,
+            ContentHashes(
+                paths.cache_folder(), "weights", lambda file, check: _packed(digest_file(file))
+            ) as hashes,
         ):
             for file in files:
                 try:

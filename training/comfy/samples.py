@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from ..data.caption import literal
+from ..data.caption import LONGEST, literal
 from ..family import Family
 from ..loop import STOP, OnStep, Progress
 from ..memory.placement import is_out_of_memory
@@ -74,6 +74,8 @@ class SamplePrompts:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ValueError("Sample Prompts: there is no prompt; write one a line.")
+        if (longest := max(map(len, (*self.prompts, self.negative)))) > LONGEST:
+            raise ValueError(f"Sample Prompts: a prompt has {longest} letters; {LONGEST} are the most.")
         if self.clip is None or self.vae is None:
             raise ValueError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
         if not (self.guidance >= 0 or self.guidance == -1):

@@ -20,7 +20,7 @@ from .versions import running_server
 log = logging.getLogger(__name__)
 
 EVENTS_A_SECOND = 4
-"""Most messages about a run that the editor gets."""
+"""Most messages about a run, or a node's progress, that the editor gets."""
 
 
 @dataclass
@@ -107,13 +107,24 @@ def session(
 @contextmanager
 def progress_bar() -> Iterator[OnProgress]:
     """Yield an `on_progress` that moves the node's bar and raises ComfyUI's interrupt on Cancel."""
-    bar = comfy.utils.ProgressBar(1)
+    bar, told = comfy.utils.ProgressBar(1), 0.0
 
     def on_progress(done: int, total: int, message: str) -> None:
-        bar.update_absolute(done, max(total, 1))
+        nonlocal told
+        if done == total or time.monotonic() - told > 1 / EVENTS_A_SECOND:
+            told = time.monotonic()
+            bar.update_absolute(done, max(total, 1))
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     yield on_progress
+
+
+def raise_if_cancelled() -> None:
+    """Raise RuntimeError after Cancel, which ComfyUI then acts upon itself: before the first node, where it
+    asks for fingerprints, its own interrupt would end the queue.
+    """
+    if comfy.model_management.processing_interrupted():
+        raise RuntimeError("Cancel was pressed.")
 
 
 def _send_text(text: str, node_id: str | None) -> None:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +20,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from ..model import Encoder, OnProgress, no_progress
+from .ahead import ahead
 from .augment import View, render, views_for
 from .batch import EncodedDataset
 from .bucket import Crop, Size
@@ -41,12 +39,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 """Part of every key; raised when encoding changes what it stores."""
-_CHECKS_PER_REPORT = 64
-_LOADERS = min(4, os.cpu_count() or 1)
-"""Threads that read images, and how many images at most are ready before the VAE asks for them."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-A = TypeVar("A")
 
 
 def encode(
@@ -66,11 +59,12 @@ def encode(
     with torch.no_grad():
         index, unseen, unread, bad = _plan(work, on_progress)
         total = len(unseen) + len(unread)
-        for done, (number, error) in enumerate(_encode_images(work, index, unseen), 1):
+        for number, error in _encode_images(
+            work, index, unseen, lambda done: on_progress(done, total, "Encoding images")
+        ):
             if error:
                 bad[number] = error
                 log.warning("%s: %s", images.samples.names[number], error)
-            on_progress(done, total, "Encoding images")
         _require_usable(images, bad)
         for done, number in enumerate(unread, len(unseen) + 1):
             sample = images.samples[number]
@@ -146,15 +140,16 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
     builder, unseen, unread, bad = IndexBuilder(rules), [], [], {}
     with ContentHashes(work.store.folder) as hashes:
         for number, sample in enumerate(samples):
-            if number % _CHECKS_PER_REPORT == 0:
-                on_progress(number, len(samples), "Checking the cache")
+            check = partial(on_progress, number, len(samples), "Checking the cache")
+            check()
             source, size = sources[sample.source], (sample.width, sample.height)
             texts = [
-                work.text_key(text, source.config) for text in variations(sample.captions, source.config)
+                work.text_key(text, source.config)
+                for text in variations(sample.captions, source.config, check)
             ]
             content, buckets = bytes(16), []
             try:
-                content, mask = content_of(source, sample, hashes.of)
+                content, mask = content_of(source, sample, partial(hashes.of, check=check))
                 buckets = views_for(
                     *size, content[:8].hex(), source.config, step=work.step, encoded=sample.encoded
                 )
@@ -191,9 +186,11 @@ class _Loaded:
     mask: Tensor | None = None
 
 
-def _encode_images(work: _Work, index: Index, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+def _encode_images(
+    work: _Work, index: Index, numbers: Sequence[int], report: Callable[[int], None]
+) -> Iterator[tuple[int, str]]:
     """Encode the missing views of the samples; yield each one's number and, if so, why it cannot be used."""
-    for number, loaded in _ahead(partial(_load, work, index), numbers):
+    for number, loaded in zip(numbers, ahead(partial(_load, work, index), numbers, report), strict=True):
         if isinstance(loaded, str):
             yield number, loaded
             continue
@@ -314,19 +311,6 @@ def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
         listed = fatal or [Skipped(sample.name, reason) for sample, reason in found]
         titles = ", ".join(source.title for source in images.sources)
         raise bad_files_error(listed, titles, len(images.samples) - len(bad))
-
-
-def _ahead(load: Callable[[int], A], numbers: Sequence[int]) -> Iterator[tuple[int, A]]:
-    """Yield (number, load(number)) in order; threads load the next few meanwhile, outside Python's lock."""
-    with ThreadPoolExecutor(_LOADERS) as pool:
-        waiting: deque[tuple[int, Future[A]]] = deque()
-        for number in numbers:
-            waiting.append((number, pool.submit(load, number)))
-            if len(waiting) > _LOADERS:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for first, future in waiting:
-            yield first, future.result()
 
 
 def _geometry(view: View) -> tuple[object, ...]:

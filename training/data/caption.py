@@ -8,25 +8,38 @@ and cached, and the same caption costs nothing in the next run.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from itertools import product
 
 import torch
 
 from ..rng import generator
+from ..text import require_letters
 from .config import CaptionConfig, DatasetConfig
+from .image_file import BadImage
 
 TRIGGER = "[trigger]"
+LONGEST = 16_384
+"""Letters of a caption as the text encoder gets it: some 4,000 tokens, several times what any was trained
+with. Encoders that take them all need memory and time by the square of their number."""
 
 
-def variations(captions: tuple[str, ...], config: DatasetConfig) -> list[str]:
+def variations(
+    captions: tuple[str, ...], config: DatasetConfig, check: Callable[[], None] = lambda: None
+) -> list[str]:
     """Return every text that an image with these captions is trained with, each once.
 
     Without shuffle and tag dropout there is one for each caption; otherwise up to `variations` for each.
+    `check` is called before each and may raise to cancel.
     """
     rules = config.caption
     count = rules.variations if rules.shuffle or rules.tag_dropout else 1
-    texts = [finish(_drawn(caption, rules, i), config) for caption in captions for i in range(count)]
-    return list(dict.fromkeys(texts))
+    texts: dict[str, None] = {}
+    for caption, i in product(captions, range(count)):
+        check()
+        texts[finish(_drawn(caption, rules, i), config)] = None
+    return list(texts)
 
 
 def finish(caption: str, config: DatasetConfig) -> str:
@@ -56,11 +69,19 @@ def literal(text: str) -> str:
     return re.sub(r"(?<!\\)[()]", r"\\\g<0>", text)
 
 
-def needs_trigger(captions: tuple[str, ...], config: DatasetConfig) -> bool:
-    """Say whether a caption uses [trigger] although there is no trigger word to put there."""
+def require_usable(captions: tuple[str, ...], config: DatasetConfig) -> None:
+    """Raise BadImage for captions that no text encoder can be given."""
     rules = config.caption
     texts = (*captions, rules.prefix, rules.suffix)
-    return not config.regularisation and not rules.trigger.strip() and any(TRIGGER in text for text in texts)
+    if not config.regularisation and not rules.trigger.strip() and any(TRIGGER in text for text in texts):
+        raise BadImage(f"its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'")
+    for text in captions:
+        try:
+            require_letters(text, "its caption")
+        except ValueError as error:
+            raise BadImage(str(error).rstrip(".")) from error
+        if (letters := len(finish(text, config))) > LONGEST:
+            raise BadImage(f"its caption, as trained, has {letters} letters; shorten it to {LONGEST}")
 
 
 def _drawn(caption: str, rules: CaptionConfig, variation: int) -> str:

@@ -6,13 +6,15 @@ The one rule: a caption that cannot be read is an error with a reason, never an 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TextIO
 
+from ..input_file import parse_json, require_ordinary
 from .config import CaptionConfig
 from .image_file import BadImage
 
@@ -20,6 +22,10 @@ CAPTION_FILES = (".txt", ".caption", ".json")
 METADATA = "metadata.jsonl"
 NO_CAPTION = "'missing captions' to 'trigger' (the trigger word alone) or 'empty'"
 """What an error about a missing caption offers instead of one."""
+LARGEST = 1 << 20
+"""Letters of a caption file, or of a line of metadata.jsonl: of a .json, what others wrote into it too."""
+MOST_CAPTIONS = 1000
+"""Of one image, to choose from."""
 _KEYS = ("caption", "captions", "text", "prompt", "tags")
 """Where a JSON caption may be, in order of preference."""
 
@@ -53,8 +59,6 @@ def find_captions(image: str, places: Places, config: CaptionConfig) -> tuple[st
     """
     for source in ("txt", "caption", "json", "jsonl") if config.source == "auto" else (config.source,):
         if captions := tuple(text.strip() for text in _SOURCES[source](image, places) if text.strip()):
-            for text in captions:
-                _require_letters(text)
             return captions
     return ()
 
@@ -67,23 +71,25 @@ def expected_file(image: str, config: CaptionConfig) -> str:
     return f"{PurePosixPath(image).stem}.{extension}"
 
 
-def read_metadata(path: Path) -> dict[str, tuple[str, ...]]:
+def read_metadata(path: Path, check: Callable[[], None]) -> dict[str, tuple[str, ...]]:
     """Return image name -> captions of a metadata.jsonl: a line is an object with "file_name" and a caption.
 
-    Raises BadImage naming the line that is not such an object.
+    `check` is called before each line and may raise to cancel. Raises BadImage naming the line that is not
+    such an object.
     """
     table = {}
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            name = entry["file_name"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadImage(
-                f'{path.name}, line {number}: not {{"file_name": ..., "text": ...}} ({error})'
-            ) from error
-        table[str(name).replace("\\", "/")] = _captions_of(entry, f"{path.name}, line {number}")
+    with _opened(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LARGEST + 1), ""), 1):
+            check()
+            where = f"{path.name}, line {number}"
+            if not _at_most(line, where).strip():
+                continue
+            try:
+                entry = parse_json(line)
+                name = entry["file_name"].replace("\\", "/")
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise BadImage(f'{where}: not {{"file_name": ..., "text": ...}} ({error})') from error
+            table[name] = _captions_of(entry, where)
     return table
 
 
@@ -96,9 +102,10 @@ def _from_file(extension: str) -> Callable[[str, Places], tuple[str, ...]]:
         if extension != ".json":
             return (text,)
         try:
-            return _captions_of(json.loads(text), name) if text.strip() else ()
+            entry = parse_json(text) if text.strip() else ""
         except ValueError as error:
             raise BadImage(f"{name} is not valid JSON ({error})") from error
+        return _captions_of(entry, name)
 
     return find
 
@@ -117,30 +124,38 @@ def _captions_of(entry: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        if key != "tags" and len(value) > MOST_CAPTIONS:
+            raise BadImage(f"{where}: {len(value)} captions of one image; {MOST_CAPTIONS} are the most")
         return (", ".join(value),) if key == "tags" else tuple(value)
     raise BadImage(f"{where}: {key!r} must be text or a list of texts")
 
 
-def _require_letters(text: str) -> None:
-    """Raise BadImage for half of a letter: JSON can hold it, and a file's name; no text encoder takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadImage(
-            f"its caption has a broken letter ({ascii(text[error.start])} at {error.start}: half of a "
-            "character, or a name that is not UTF-8); write it anew"
-        ) from error
-
-
 def _read_text(path: Path) -> str:
-    """Return a text file's content, UTF-8 unless it starts with the mark of UTF-16 (Notepad's "Unicode")."""
+    with _opened(path) as file:
+        return _at_most(file.read(LARGEST + 1), f"its caption {path.name}")
+
+
+def _at_most(text: str, what: str) -> str:
+    """Return text as it is. Raises BadImage for more than LARGEST letters, which are no caption."""
+    if len(text) > LARGEST:
+        raise BadImage(f"{what} has more than {LARGEST} letters; shorten it")
+    return text
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """Open a text file, UTF-8 unless it starts with the mark of UTF-16 (Notepad's "Unicode").
+
+    What goes wrong while it is read becomes a BadImage.
+    """
     try:
-        raw = path.read_bytes()
+        require_ordinary(path)
+        with path.open("rb") as raw:
+            utf16 = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            raw.seek(0)
+            yield TextIOWrapper(raw, "utf-16" if utf16 else "utf-8-sig", newline="")
     except OSError as error:
         raise BadImage(f"its caption {path.name} cannot be read ({error.strerror or error})") from error
-    utf16 = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    try:
-        return raw.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadImage(f"its caption {path.name} is not UTF-8 text; save it as UTF-8") from error
 

@@ -12,6 +12,9 @@ from ..idle_settings import Idle, Values, idle_notes
 
 FROM_FOLDER, FROM_GRAPH = "from a folder", "from the graph"
 
+MOST_ADDED = 2000
+"""Letters of a prefix, a suffix or a trigger word."""
+
 
 @dataclass(frozen=True)
 class CaptionConfig:
@@ -49,6 +52,9 @@ class CaptionConfig:
         require(0 <= self.dropout <= 1, f"caption dropout must be between 0 and 1, got {self.dropout}.")
         require(self.keep_tokens >= 0, f"kept tokens must not be negative, got {self.keep_tokens}.")
         require(1 <= self.variations <= 1000, f"caption variations must be 1 to 1000, got {self.variations}.")
+        for name in ("trigger", "prefix", "suffix"):
+            found = len(getattr(self, name))
+            require(found <= MOST_ADDED, f"the {name} has {found} letters; {MOST_ADDED} are the most.")
         require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
         require(
             self.missing != "trigger" or bool(self.trigger.strip()),

@@ -10,15 +10,16 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ..config import digest
 from ..model import OnProgress, no_progress
-from .caption import TRIGGER, needs_trigger
+from .ahead import ahead
+from .caption import require_usable
 from .caption_file import (
     CAPTION_FILES,
     METADATA,
@@ -117,19 +118,19 @@ def scan(
     (unless `config.skip_bad`; then they are in the result's `skipped`).
     """
     root, config = Path(root), config or DatasetConfig()
-    folders = list(_walk(root, config))
+    check = partial(on_progress, 0, 1, "Reading the folder")
+    folders = list(_walk(root, config, check))
     images = [(folder, file) for folder in folders for file in folder.images if file not in folder.mask_files]
-    _require_images(images, folders, root, config)
-    captions, bad = _metadata(root, folders)
+    _require_images(images, folders, root, config, check)
+    captions, bad = _metadata(root, folders, check)
     bad += [item for folder in folders for item in folder.bad]
     table = SampleTable()
-    for done, (folder, file) in enumerate(images):
-        on_progress(done, len(images), "Reading the folder")
-        try:
-            table.append(_sample(root, folder, file, captions, config))
-        except BadImage as error:
-            bad.append(Skipped(folder.name_of(file), str(error)))
-    on_progress(len(images), len(images), "Reading the folder")
+    read = partial(_sample_or_reason, root, captions, config)
+    for sample in ahead(read, images, lambda done: on_progress(done, len(images), "Reading the folder")):
+        if isinstance(sample, Skipped):
+            bad.append(sample)
+        else:
+            table.append(sample)
     if bad and (not config.skip_bad or not len(table)):
         raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root), len(table))
     ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
@@ -137,15 +138,21 @@ def scan(
     return ImageSet(table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())), unread)
 
 
-def fingerprint(root: str | os.PathLike[str], config: DatasetConfig | None = None) -> str:
+def fingerprint(
+    root: str | os.PathLike[str],
+    config: DatasetConfig | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> str:
     """Return a digest of the names, sizes and dates of everything in a folder that a scan would read.
 
-    It opens no file: 100,000 files take about a second. Raises ValueError if the folder is missing.
+    It opens no file: 100,000 files take about a second. `check` is called before each and may raise to
+    cancel. Raises ValueError if the folder is missing.
     """
     root, config = Path(root), config or DatasetConfig()
     state = hashlib.blake2b(digest_size=8)
-    for folder in _walk(root, config):
+    for folder in _walk(root, config, check):
         for file in sorted(folder.files):
+            check()
             try:
                 info = os.stat(root / folder.relative / file)
             except OSError:
@@ -155,7 +162,7 @@ def fingerprint(root: str | os.PathLike[str], config: DatasetConfig | None = Non
     return digest(state.hexdigest(), asdict(config))
 
 
-def _walk(root: Path, config: DatasetConfig) -> Iterator[_Folder]:
+def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Iterator[_Folder]:
     """Yield the root and the folders below it that are read, in sorted order, each once however links run."""
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; create it and put images and captions into it.")
@@ -167,7 +174,7 @@ def _walk(root: Path, config: DatasetConfig) -> Iterator[_Folder]:
         if real in seen:
             continue
         seen.add(real)
-        folder = _list(root, relative, config)
+        folder = _list(root, relative, check)
         yield folder
         pending += [name for name in reversed(folder.below) if _is_read(name, config)]
 
@@ -177,11 +184,12 @@ def _is_read(folder: str, config: DatasetConfig) -> bool:
     return config.recursive or bool(_repeats_in(folder))
 
 
-def _list(root: Path, relative: str, config: DatasetConfig) -> _Folder:
+def _list(root: Path, relative: str, check: Callable[[], None]) -> _Folder:
     files, below, bad = [], [], []
     try:
         with os.scandir(root / relative) as entries:
             for entry in entries:
+                check()
                 name = f"{relative}/{entry.name}" if relative else entry.name
                 if entry.name.startswith(".") or entry.name == "__MACOSX":
                     continue  # .DS_Store, ._cat.jpg, .git, thumbnails
@@ -208,7 +216,11 @@ def _strangers(folder: _Folder) -> list[str]:
 
 
 def _require_images(
-    images: list[tuple[_Folder, str]], folders: list[_Folder], root: Path, config: DatasetConfig
+    images: list[tuple[_Folder, str]],
+    folders: list[_Folder],
+    root: Path,
+    config: DatasetConfig,
+    check: Callable[[], None],
 ) -> None:
     if images:
         return
@@ -216,15 +228,15 @@ def _require_images(
         raise bad_files_error(bad, str(root), 0)
     kinds = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
     message = f"{root}: no images in this folder ({kinds} are read)."
-    if deeper := ", ".join(_with_images(root, config)):
+    if deeper := ", ".join(_with_images(root, config, check)):
         message += f" There are some in {deeper} inside it: choose one of these ('recursive' mixes them all)."
     raise ValueError(message)
 
 
-def _with_images(root: Path, config: DatasetConfig) -> list[str]:
+def _with_images(root: Path, config: DatasetConfig, check: Callable[[], None]) -> list[str]:
     """Return the folders below the root that hold images themselves or in folders named 10_cat, up to ten."""
     names = []
-    for folder in islice(_walk(root, replace(config, recursive=True)), SEARCHED):
+    for folder in islice(_walk(root, replace(config, recursive=True), check), SEARCHED):
         path = PurePosixPath(folder.relative)
         while _repeats_in(path.name):
             path = path.parent
@@ -232,14 +244,16 @@ def _with_images(root: Path, config: DatasetConfig) -> list[str]:
     return list(dict.fromkeys(names))[:10]
 
 
-def _metadata(root: Path, folders: list[_Folder]) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
+def _metadata(
+    root: Path, folders: list[_Folder], check: Callable[[], None]
+) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
     """Return what every metadata.jsonl says by the images' paths inside the root, and the unreadable ones."""
     captions: dict[str, tuple[str, ...]] = {}
     bad = []
     for folder in folders:
         if METADATA in folder.files:
             try:
-                table = read_metadata(root / folder.relative / METADATA)
+                table = read_metadata(root / folder.relative / METADATA, check)
                 captions.update({folder.name_of(name): texts for name, texts in table.items()})
             except BadImage as error:
                 bad.append(Skipped(folder.name_of(METADATA), str(error)))
@@ -256,6 +270,16 @@ def _repeats_in(folder: str) -> int:
     """Return N for a folder named N_name, else 0. Four digits are a year."""
     match = re.match(r"(\d{1,3})_", PurePosixPath(folder).name)
     return int(match[1]) if match else 0
+
+
+def _sample_or_reason(
+    root: Path, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig, image: tuple[_Folder, str]
+) -> Sample | Skipped:
+    folder, file = image
+    try:
+        return _sample(root, folder, file, metadata, config)
+    except BadImage as error:
+        return Skipped(folder.name_of(file), str(error))
 
 
 def _sample(
@@ -292,6 +316,5 @@ def _captions(file: str, places: Places, config: DatasetConfig) -> tuple[str, ..
             wanted = expected_file(file, config.caption)
             raise BadImage(f"no caption; add {wanted}, or set {NO_CAPTION} in Load Dataset")
         captions = ("",)  # for "trigger", the trigger word is all that an empty caption becomes
-    if needs_trigger(captions, config):
-        raise BadImage(f"its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'")
+    require_usable(captions, config)
     return captions

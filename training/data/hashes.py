@@ -15,16 +15,31 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from ..input_file import require_ordinary
+
 log = logging.getLogger(__name__)
 
 _RACY_NS = 3_000_000_000  # FAT keeps dates to two seconds
 
 
-def file_digest(path: Path) -> bytes:
-    """Return the 16-byte digest of a file's content. Raises OSError if it cannot be read."""
+Check = Callable[[], None]
+"""Called now and then; may raise to cancel."""
+
+
+def go_on() -> None:
+    """Cancel nothing."""
+
+
+def file_digest(path: Path, check: Check = go_on) -> bytes:
+    """Return the 16-byte digest of a file's content.
+
+    Raises OSError if it cannot be read.
+    """
+    require_ordinary(path)
     state = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
+            check()
             state.update(block)
     return state.digest()
 
@@ -33,7 +48,7 @@ class ContentHashes:
     """Context manager over a small SQLite file; without it (read-only folder), files are read each time."""
 
     def __init__(
-        self, folder: Path, name: str = "content", digest: Callable[[Path], bytes] = file_digest
+        self, folder: Path, name: str = "content", digest: Callable[[Path, Check], bytes] = file_digest
     ) -> None:
         """Remember what `digest` returns of files in <folder>/<name>.sqlite."""
         self._file = folder / f"{name}.sqlite"
@@ -75,14 +90,14 @@ class ContentHashes:
             self._known.close()
             self._known = None
 
-    def of(self, path: Path) -> bytes:
+    def of(self, path: Path, check: Check = go_on) -> bytes:
         """Return a file's digest, remembered or anew. Raises OSError if it cannot be read."""
         info = path.stat()
         name = os.fsencode(os.path.abspath(path))
         stamp = f"{info.st_size}:{info.st_mtime_ns}:{info.st_ino}"
         if (digest := self._recall(name, stamp)) is not None:
             return digest
-        digest = self._digest(path)
+        digest = self._digest(path, check)
         if time.time_ns() - info.st_mtime_ns > _RACY_NS:
             self._remember(name, stamp, digest)
         return digest

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
+from ..input_file import require_ordinary
 from .bucket import Size
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def read_header(path: Path) -> Header:
 def opened(path: Path) -> Image.Image:
     """Return an image, not decoded yet, to be closed. Raises BadImage if it is none, or cannot be read."""
     try:
+        require_ordinary(path)
         if path.stat().st_size == 0:
             raise BadImage("the file is empty (0 bytes)")
         return Image.open(path, formats=_formats())

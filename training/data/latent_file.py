@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from ..input_file import require_ordinary
 from .bucket import Size
 from .image import mask_from_array
 from .image_file import BadImage, Header, require_size
@@ -121,6 +122,7 @@ def _match(file: str) -> re.Match[str] | None:
 def _opened(path: Path) -> Iterator[ZipFile]:
     """Give the file to read from, and turn whatever goes wrong meanwhile into a BadImage."""
     try:
+        require_ordinary(path)
         with ZipFile(path) as archive:
             yield archive
     except BadImage:

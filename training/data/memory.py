@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .caption import TRIGGER, needs_trigger
+from .caption import require_usable
 from .caption_file import NO_CAPTION
 from .config import DatasetConfig
-from .image_file import MIN_SIDE
+from .image_file import MIN_SIDE, BadImage
 from .samples import IN_MEMORY, ImageSet, Sample, SampleTable, Source
 
 
@@ -69,8 +69,8 @@ def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sam
         raise ValueError(f"{name}: holds NaN or infinite values; look at the node that made it.")
     if not text and config.caption.missing == "error":
         raise ValueError(f"{name}: no caption; write one, or set {NO_CAPTION}.")
-    if needs_trigger((text,), config):
-        raise ValueError(
-            f"{name}: its caption uses {TRIGGER}, but no trigger word is given; fill in 'trigger'."
-        )
+    try:
+        require_usable((text,), config)
+    except BadImage as error:
+        raise ValueError(f"{name}: {error}.") from error
     return Sample(name, width, height, (text,), repeats=config.repeats, has_alpha=channels == 4)

@@ -10,6 +10,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ..model import OnProgress, no_progress
+from .ahead import ahead
 from .augment import View, views_for
 from .caption import variations
 from .hashes import file_digest
@@ -21,14 +23,29 @@ _PAPER, _INK, _FRAME = (24, 24, 24), (230, 230, 230), (255, 176, 0)
 _MARGIN, _LINE, _LINES = 8, 15, 6
 
 
-def preview(images: ImageSet, *, step: int, count: int = 16, columns: int = 4, cell: int = 320) -> Tensor:
+def preview(
+    images: ImageSet,
+    *,
+    step: int,
+    count: int = 16,
+    columns: int = 4,
+    cell: int = 320,
+    on_progress: OnProgress = no_progress,
+) -> Tensor:
     """Draw images spread evenly over the set, each whole, with what is cropped away or masked out darkened.
 
     `step` is the encoder's `bucket_step`, `cell` a picture's width in pixels. Below each: bucket, share cut
     off, enlarging, and the first caption as the text encoder gets it. Returns (1, H, W, 3) float32 in 0..1.
+    `on_progress` may raise to cancel.
     """
     chosen = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)).tolist()
-    cells = [_cell(images, images.samples[number], step, cell) for number in chosen]
+    cells = list(
+        ahead(
+            lambda number: _cell(images, images.samples[number], step, cell),
+            chosen,
+            lambda done: on_progress(done, len(chosen), "Drawing"),
+        )
+    )
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)
     width, height = cells[0].size

@@ -7,7 +7,8 @@ before a digest is made and after pixels are read, as the digest is the key to t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL.Image import Image
@@ -68,12 +69,10 @@ def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) 
         image = _digest(source.pixels[number])
         mask = _digest(source.masks[number]) if source.masks else b""
     else:
-        try:
-            _require_unchanged(source, sample)
-            image = digest(source.path(sample.name))
-            mask = digest(source.path(sample.mask)) if sample.mask else b""
-        except OSError as error:
-            raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
+        _require_unchanged(source, sample)
+        image = _file_content(source.path(sample.name), digest)
+        with _naming_mask(sample):
+            mask = _file_content(source.path(sample.mask), digest) if sample.mask else b""
     if not mask and sample.has_alpha and source.config.mask.source in _ALPHA:
         mask = image
     return image, mask
@@ -81,10 +80,23 @@ def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) 
 
 def mask_file(source: Source, sample: Sample) -> Image | None:
     """Return the mask that lies beside an image, in mode L. Raises BadImage if it cannot be used."""
-    try:
+    with _naming_mask(sample):
         return read_mask(source.path(sample.mask)) if sample.mask else None
+
+
+@contextmanager
+def _naming_mask(sample: Sample) -> Iterator[None]:
+    try:
+        yield
     except BadImage as error:
         raise BadImage(f"its mask {sample.mask}: {error}") from error
+
+
+def _file_content(path: Path, digest: Callable[[Path], bytes]) -> bytes:
+    try:
+        return digest(path)
+    except OSError as error:
+        raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
 
 
 def _require_unchanged(source: Source, sample: Sample) -> None:
