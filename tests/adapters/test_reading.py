@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from graft.training.lora_file import SUFFIXES, read_lora
+from graft.training.tensor_file import write_tensors
 
 A, B = torch.randn(3, 8), torch.randn(6, 3)
 NAME = "lora_unet_layer"
@@ -202,3 +205,17 @@ def test_every_prefix_of_a_file_is_refused(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="^cut.safetensors: "):
             read_lora(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders there")
+def test_a_pipe_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match=r"pipe\.safetensors: .*cannot be read \(it is a pipe, a socket"):
+        read_lora(tmp_path / "pipe.safetensors")
+
+
+def test_half_a_letter_in_what_a_file_says_leaves_it_readable_for_others(tmp_path):
+    notes = {"ss_output_name": "caf\udce9", "\ud83d": "whole: é 😀"}
+    write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(1)}, notes)
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert file.metadata() == {"ss_output_name": r"caf\udce9", r"\ud83d": "whole: é 😀"}

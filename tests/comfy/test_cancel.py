@@ -12,6 +12,8 @@ from graft.nodes.base_model import LoadBaseModel
 from graft.training.comfy import session
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.comfy.encoder import ComfyEncoder
+from graft.training.comfy.samples import SamplePrompts
+from graft.training.data.caption import LONGEST
 
 from .test_first_lora import first_lora, four_squares
 
@@ -95,3 +97,10 @@ def test_a_nodes_bar_moves_a_few_times_a_second_and_cancel_is_asked_for_each_tim
         with pytest.raises(management.InterruptProcessingException):
             on_progress(1000, 1000, "")
     assert 4 <= len(moves) <= 8 and (1000, 1000) in moves
+
+
+def test_a_prompt_is_no_longer_than_a_caption():
+    assert SamplePrompts(object(), object(), ("x" * LONGEST,))
+    for texts in ({"prompts": ("x" * (LONGEST + 1),)}, {"prompts": ("x",), "negative": "x" * (LONGEST + 1)}):
+        with pytest.raises(ValueError, match=f"a prompt has {LONGEST + 1} letters; {LONGEST} are the most"):
+            SamplePrompts(object(), object(), **texts)

@@ -23,17 +23,19 @@ BLANK = {
 
 @pytest.fixture(scope="module")
 def files(comfy_server):
-    """Datasets and LoRAs whose names, keys and captions hold what no log can write."""
+    """Datasets and LoRAs whose names, keys and captions hold what no log can write, and a pipe."""
     loras = comfy_server.base / "models" / "loras"
     loras.mkdir(parents=True, exist_ok=True)
     header = json.dumps({HALF: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (loras / "half_a_key.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     save_file({"plain": ones(1)}, loras / "plain.safetensors")
-    for folder in ("no_caption", "half_a_caption", "damaged"):
+    for folder in ("no_caption", "half_a_caption", "damaged", "pipe"):
         (comfy_server.base / "input" / folder).mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (64, 64)).save(comfy_server.base / "input" / "half_a_caption" / "a.png")
     (comfy_server.base / "input" / "half_a_caption" / "a.json").write_text(json.dumps(HALF))
+    Image.new("RGB", (64, 64)).save(comfy_server.base / "input" / "pipe" / "a.png")
     if sys.platform != "win32":
+        os.mkfifo(comfy_server.base / "input" / "pipe" / "a.txt")
         latin = os.fsencode(comfy_server.base / "input" / "no_caption") + b"/caf\xe9.png"
         Image.new("RGB", (64, 64)).save(os.fsdecode(latin))
         damaged = os.fsencode(comfy_server.base / "input" / "damaged") + b"/caf\xe9.png"
@@ -64,6 +66,7 @@ def resize(**inputs):
 CASES = {
     "a file's name that is not UTF-8": dataset(),
     "a damaged file of such a name": dataset(folder="damaged"),
+    "a file that is a pipe": dataset(folder="pipe"),
     "a caption": dataset(folder="half_a_caption"),
     "a folder that is not there": dataset(folder=HALF),
     "a setting": dataset(resolution=HALF),
@@ -81,9 +84,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_half_a_letter_ends_its_own_prompt_and_the_next_one_runs(files, where):
+def test_what_others_wrote_ends_its_own_prompt_and_the_next_one_runs(files, where):
     if sys.platform == "win32" and "file" in where:
-        pytest.skip("no such names there")
+        pytest.skip("no such files there")
     kind, inputs = CASES[where]
     prompt = {"1": {"class_type": kind, "inputs": inputs}}
     prompt["2"] = {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}

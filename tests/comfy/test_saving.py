@@ -199,7 +199,8 @@ def test_either_the_average_or_the_last_steps_weights_are_saved(execute, base):
         ("people/NUL.v2", "Windows knows no file"),
         ("lpt1 /anna", "Windows knows no file"),
         ("\u00e9" * 121, "is too long; 240 bytes are the most"),
-        ("\ud83d", "is not a usable name"),
+        ("a/" * 600 + "a", "is too long; 1024 bytes are the most"),
+        ("\ud83d", "holds half of a letter"),
     ],
 )
 def test_a_name_that_no_file_can_have_is_refused_on_every_system(name, reason):
