@@ -12,11 +12,11 @@ that could not be honoured is refused, never left out
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import AdapterConfig
+from ..input_file import parse_json
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "Transformer2DModel": ("*.transformer_blocks.*", "*.proj_in", "*.proj_out"),
@@ -55,8 +55,8 @@ def apply_preset(text: str, config: AdapterConfig) -> AdapterConfig:
     Raises ValueError for text that is no such preset, and for anything in it that could not be honoured.
     """
     try:
-        preset = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        preset = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"preset: no JSON ({error}).") from error
     if not isinstance(preset, dict):
         raise ValueError('preset: expected an object such as {"unet_target_module": ["Transformer2DModel"]}.')

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import comfy.model_management
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..family import Family
 from ..model import Conditioning
 from .denoiser import require_plain
 from .fingerprint import fingerprint
-
-
-@contextmanager
-def cancellable() -> Iterator[None]:
-    """Have Cancel end what is computed in the context, and not only what follows: each layer asks first."""
-
-    def ask(*_: Any) -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-
-    ask()
-    hook = register_module_forward_pre_hook(ask)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class ComfyEncoder:
@@ -67,11 +49,13 @@ class ComfyEncoder:
         return (self.vae.latent_channels, *frames, height // self.reduction, width // self.reduction)
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        with torch.inference_mode(), cancellable():
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        with torch.inference_mode():
             return self.vae.encode(pixels).to("cpu", torch.float32).clone()  # type: ignore[no-any-return]
 
     def encode_text(self, caption: str) -> Conditioning:
-        with torch.inference_mode(), cancellable():
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        with torch.inference_mode():
             [[cond, extra]] = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption))
             found = {"cross_attn": cond, **extra}
             return {
