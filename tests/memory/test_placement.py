@@ -71,6 +71,21 @@ def test_a_step_that_ran_out_of_memory_is_computed_again(at, caplog):
     assert denoiser.calls == 4 and "memory ran out with base resident, checkpointing none" in caplog.text
 
 
+def test_a_convolution_without_workspace_is_computed_again_by_the_next_plan(caplog):
+    class Convolution(TinyDenoiser):
+        calls = 0
+
+        def denoise(self, *args):
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("GET was unable to find an engine to execute this computation")
+            return super().denoise(*args)
+
+    denoiser = Convolution()
+    assert same(trained({}, denoiser), trained({}))
+    assert denoiser.calls == 4 and "going on with base resident, checkpointing selective" in caplog.text
+
+
 def test_a_base_without_room_is_kept_in_host_memory():
     denoiser = Small(lambda store, calls: store == "resident")
     assert same(trained({}, denoiser), trained({}))
@@ -99,6 +114,9 @@ def test_other_errors_pass():
     [
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
         "HIP out of memory. Tried to allocate 20.00 MiB",
     ],
 )

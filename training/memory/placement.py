@@ -37,8 +37,12 @@ OUT_OF_MEMORY = (
     "cublas_status_alloc_failed",
     "cublas_status_not_initialized",
     "cudnn_status_alloc_failed",
+    "allocation_failed",
+    "unable to find an engine to execute this computation",
 )
-"""What allocators say that have no exception of their own: the CPU's, libraries', and older devices'."""
+"""What allocators say that have no exception of their own: the CPU's, libraries', and older devices'. The
+last is PyTorch's for a convolution: each engine of cuDNN that gets no workspace is skipped without a word
+(pytorch issue 108645)."""
 
 UNDIFFERENTIABLE = (
     CHANGED,
