@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft.training.memory import gguf
 from graft.training.memory.gguf import LAYOUTS, packed_gguf
@@ -47,6 +48,29 @@ def test_a_weight_is_unpacked_piece_by_piece(name, monkeypatch):
     with LiveTensors() as live:
         assert torch.equal(packed.weight(torch.bfloat16), at_once)
     assert live.peak <= at_once.nbytes + 12 * 5 * numbers
+
+
+class Made(TorchDispatchMode):
+    """Notes tensors that are made of Python's numbers, which a device waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.lift_fresh.default
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_unpacking_brings_no_numbers_to_the_device(name):
+    raw = raw_of(name)
+    numbers = LAYOUTS[name].unpack(raw.view(-1, LAYOUTS[name].size)).numel()
+    packed = packed_gguf(raw, name, (numbers,))
+    packed.weight(torch.float32)
+    with Made() as made:
+        packed.weight(torch.float32)
+    assert made.count == 0
 
 
 def test_an_unknown_type_is_refused_by_name():

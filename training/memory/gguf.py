@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -144,9 +145,15 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _looked_up(nibbles: Tensor) -> Tensor:
-    """Return what the four bits of the IQ4 types stand for, which lie closer around 0."""
+    """Return what the four bits of the IQ4 types stand for."""
+    return _iq4_values(nibbles.device)[nibbles.int()]
+
+
+@cache
+def _iq4_values(device: torch.device) -> Tensor:
+    """Return the sixteen values, which lie closer around 0; the device is waited for while they get there."""
     values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-    return torch.tensor(values, dtype=torch.float32, device=nibbles.device)[nibbles.int()]
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
