@@ -16,6 +16,7 @@ from typing import Any
 
 from ..data.roots import resolve_dataset
 from ..job import DATASETS, Job, model_paths, read_job
+from .cards import choose_card
 from .server import (
     GRAFT,
     ComfyUIError,
@@ -52,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
     """Train the job and return the exit code. Raises ValueError or OSError for what the user can mend."""
     job = read_job(args.job, has_dataset=has_dataset)
     comfyui = find_comfyui()
+    _, _, number = job.device.partition(":")
+    if number:
+        choose_card(int(number))
     with tempfile.TemporaryDirectory(prefix="graft-train-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")
@@ -103,11 +107,9 @@ def train(comfy: Server, job: Job, on_event: OnEvent) -> None:
 
 
 def options(job: Job, comfyui: Path, base: Path) -> list[str]:
-    """Return ComfyUI's options for a job: where its files are, where results go, on which device."""
+    """Return ComfyUI's options for a job: where its files are, where results go."""
     job.output.mkdir(parents=True, exist_ok=True)
-    found = ["--output-directory", str(job.output), *files(job, comfyui, base)]
-    _, _, number = job.device.partition(":")
-    return [*found, "--cuda-device", number] if number else found
+    return ["--output-directory", str(job.output), *files(job, comfyui, base)]
 
 
 def files(job: Job, comfyui: Path, base: Path) -> list[str]:

@@ -23,6 +23,7 @@ from .. import leftovers
 from ..job import read_job
 from ..job.graph import Prompt, of_kind
 from . import train
+from .cards import choose_card
 from .executor import Executor, set_up_comfyui
 from .server import find_comfyui, has_card
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if _place().rank == 0 else logging.WARNING, format="%(message)s")
     if args.end_with:
         threading.Thread(target=end_with, args=(args.end_with,), daemon=True).start()
-    choose_card()
+    choose_card(_place().local_rank)
     comfyui = find_comfyui()
     with leftovers.scratch_folder(leftovers.OF_WORKERS) as scratch:
         base = scratch.resolve()
@@ -109,23 +110,6 @@ class Place:
 def _place() -> Place:
     given = os.environ
     return Place(int(given.get("RANK", 0)), int(given.get("LOCAL_RANK", 0)), int(given.get("WORLD_SIZE", 1)))
-
-
-def choose_card() -> None:
-    """Let this process see one graphics card: the one whose turn it is among those that it was given.
-
-    Raises ValueError when there are fewer than processes. To be called before anything touches the cards.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = [card for card in given.split(",") if card] if given is not None else None
-    place = _place()
-    if cards and place.local_rank >= len(cards):
-        raise ValueError(
-            f"process {place.local_rank + 1} of this machine finds no graphics card: {len(cards)} can be "
-            "seen (CUDA_VISIBLE_DEVICES, or ComfyUI's --cuda-device). Start fewer processes."
-        )
-    if cards != []:
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[place.local_rank] if cards else str(place.local_rank)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Job:
     """Kind of file, as ComfyUI calls it -> folders outside ComfyUI that the job names."""
     output: Path
     """`training_folder`: ComfyUI's output folder for this job."""
-    device: str = "cuda:0"
+    device: str = "cuda"
     log_every: int = 0
     document: Mapping[str, Any] = field(default_factory=dict)
     """The file as it was read; it goes into the LoRA's metadata. Paths are cut to their last part."""
@@ -140,7 +140,7 @@ def compile_job(
         graph_of(inputs, [_by_node(entry) for entry in sets]),
         {kind: tuple(dict.fromkeys(found)) for kind, found in places.folders.items()},
         folder / run.get("output", "output"),
-        run.get("device", "cuda:0"),
+        run.get("device", "cuda"),
         run.get("log_every", 0),
         _shared(document, name),
     )
