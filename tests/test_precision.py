@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from graft.training.config import MemoryConfig
+from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.training.config import MemoryConfig, TrainConfig
+from graft.training.loop import train
 from graft.training.memory.precision import compute_dtype, stochastic_bf16
 from graft.training.state import LossScale
 
@@ -40,7 +43,15 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_a_long_time_without
     assert LossScale(2.0**24, 1999).after_step() == LossScale(2.0**24)
 
 
-def test_the_forward_pass_is_float32_on_the_cpu_unless_set():
-    cpu = torch.device("cpu")
-    assert compute_dtype(MemoryConfig(), cpu) == torch.float32
-    assert compute_dtype(MemoryConfig("bf16"), cpu) == torch.bfloat16
+def test_the_forward_pass_is_in_the_models_own_format_unless_set():
+    denoiser = TinyDenoiser()
+    denoiser.dtypes = (torch.float16, torch.bfloat16)
+    assert compute_dtype(MemoryConfig(), denoiser) == torch.float16
+    assert compute_dtype(MemoryConfig("bf16"), denoiser) == torch.bfloat16
+
+
+def test_a_format_that_the_model_cannot_be_computed_in_is_refused_by_name():
+    denoiser = TinyDenoiser()
+    denoiser.dtypes = (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="precision: tiny cannot be computed in fp16.*one of bf16, fp32"):
+        train(denoiser, TinyDataset(), TrainConfig(memory=MemoryConfig("fp16")), None, steps=1)

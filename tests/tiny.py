@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from graft.training.family import Family
 from graft.training.layer import FrozenLayer, LayerSpec
+from graft.training.memory import usage
 from graft.training.memory.quantize import plain
 from graft.training.memory.store import Store
 from graft.training.model import NO_ROOM, Batch, HeldBase, Room
@@ -58,10 +59,15 @@ class Block(nn.Module):
         self.conv1d = nn.Conv1d(width, width, 3, padding=1, groups=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attn_qkv(self.norm(x)).chunk(3, -1)
-        x = x + F.scaled_dot_product_attention(q, k, v)
+        x = x + self.attention(x)
         x = x + self.mlp(F.silu(x))
         return x + self.conv1d(x.transpose(1, 2)).transpose(1, 2)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """In (batch, heads, tokens, width), as fused kernels want it: others are computed step by step."""
+        heads = max(2, x.shape[-1] // 64)
+        q, k, v = self.attn_qkv(self.norm(x)).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Network(nn.Module):
@@ -75,7 +81,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor, sigma: Tensor, words: Tensor) -> Tensor:
         h = self.conv_in(x)
         tokens = h.flatten(2).transpose(1, 2) + self.words(words).mean(1, keepdim=True)
-        tokens = tokens + sigma[:, None, None]
+        tokens = (tokens + sigma[:, None, None]).to(x.dtype)
         for block in self.blocks:
             tokens = block(tokens)
         return F.pixel_shuffle(self.conv_out(tokens.transpose(1, 2).reshape_as(h)), 2)
@@ -87,6 +93,8 @@ class TinyDenoiser:
     """
 
     family, sampling, device = FAMILY, Flow(), torch.device("cpu")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtype = torch.float32
 
     def __init__(self, seed: int = 0, *, overwrite: bool = False) -> None:
         torch.manual_seed(seed)
@@ -98,6 +106,9 @@ class TinyDenoiser:
     def is_base(self, known_as: str) -> bool:
         return known_as == self.fingerprint
 
+    def free_bytes(self) -> int | None:
+        return usage.free_bytes(self.device)
+
     @property
     def specs(self) -> dict[str, LayerSpec]:
         return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}
@@ -108,11 +119,19 @@ class TinyDenoiser:
         kept = Store(store, FAMILY.blocks, dtype, self.device, room=room)
         fetch = {name: self._fetch(name, spec, modules[name], kept) for name, spec in self.specs.items()}
         layers = {n: FrozenLayer(n, spec, modules[n], *fetch[n]) for n, spec in self.specs.items()}
+        norms = {m: m._parameters for m in modules.values() if isinstance(m, nn.LayerNorm)}
         for layer in layers.values():
             layer.module.forward = layer.forward
+        for norm, own in norms.items():
+            placed = {n: nn.Parameter(p.to(self.device, dtype), requires_grad=False) for n, p in own.items()}
+            norm._parameters = placed
+        before, self.dtype = self.dtype, dtype
         try:
             yield HeldBase(self.module, layers)
         finally:
+            self.dtype = before
+            for norm, own in norms.items():
+                norm._parameters = own
             for layer in layers.values():
                 del layer.module.forward
             kept.release()
@@ -134,8 +153,9 @@ class TinyDenoiser:
         return latents
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
-        words = torch.cat([c["words"] for c in batch.conditioning])
-        return self.sampling.calculate_denoised(sigma, self.module(x_t, sigma, words), x_t)
+        words = torch.cat([c["words"] for c in batch.conditioning]).to(self.device)
+        output = self.module(x_t.to(self.dtype), sigma, words).float()  # as ComfyUI's apply_model
+        return self.sampling.calculate_denoised(sigma, output, x_t)
 
 
 class TinyDataset:

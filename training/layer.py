@@ -76,6 +76,15 @@ class FrozenLayer:
         self.is_kept = self.kind.input_gradient is not None and is_worth_keeping(spec.shape)
         """Whether selective checkpointing keeps what it makes."""
 
+    def lend_weight(self, other: FrozenLayer) -> Callable[[], None]:
+        """Fetch weight and bias as `other` does; return the function that lets go of them."""
+        self.weight, self.bias = other.weight, other.bias
+
+        def let_go() -> None:
+            self.weight, self.bias = _let_go, None
+
+        return let_go
+
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Compute the layer's output from x, differentiable with respect to x only.
 
@@ -108,6 +117,10 @@ class FrozenLayer:
         dtype, device = dtype_for(x), x.device
         bias = self.bias(dtype, device) if self.bias is not None else None
         return _no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
+
+
+def _let_go(dtype: torch.dtype, device: torch.device) -> Tensor:
+    raise AssertionError("the base was given back")
 
 
 def _no_view(y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .adapters import build_adapters, draws, initialise, named_parameters, needs
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .coverage import Coverage
 from .memory.placement import Placement
-from .memory.plan import budget_of, fitting
+from .memory.plan import budget_of, fitting, is_final
 from .memory.precision import compute_dtype
 from .memory.store import UNPLACED
 from .memory.usage import forget_peak, in_use, peak_bytes
@@ -115,10 +115,11 @@ def train(
     work = Work(denoiser, config, start, notes)
     coverage = Coverage(work.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)
-    dtype = compute_dtype(config.memory, denoiser.device)
+    dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in work.adapters}
     plans = fitting(denoiser, adapted, config, largest_batch(dataset, config), budget)
-    with Placement(denoiser, work.adapters, plans, dtype, most, compile=config.memory.compile) as placement:
+    options = {"to_the_last": is_final(config.memory), "compile": config.memory.compile}
+    with Placement(denoiser, work.adapters, plans, dtype, most, **options) as placement:
         compute = partial(gradients, denoiser, dataset, config, work)
         validate = partial(measure, denoiser, validation, work)
         placement.retrying(validate)  # the run may have been interrupted before it could
@@ -259,7 +260,7 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     """Return step 0: a fresh adapter that changes nothing yet, drawn from the run's seed."""
     adapters = build_adapters(select(denoiser.specs, denoiser.family, config.adapter), config.adapter)
     if needs_base(adapters):
-        dtype = compute_dtype(config.memory, denoiser.device)
+        dtype = compute_dtype(config.memory, denoiser)
         with torch.inference_mode(False), denoiser.hold(dtype, UNPLACED) as base:
             initialise(adapters, config.seed, base.layers, denoiser.device)
     else:

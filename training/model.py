@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .family import Family
 from .layer import FrozenLayer, LayerSpec
+from .memory.offload import PinnedMemory
 
 Conditioning = Mapping[str, Tensor]
 """What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output"
@@ -101,6 +102,8 @@ class Room:
     """Bytes of host memory to leave, on top of what the system needs."""
     on_device: frozenset[str] = frozenset()
     """Paths of the repeated blocks that stay on the device all the same."""
+    pinned: PinnedMemory | None = field(default=None, compare=False)
+    """Where the base waits, if its copies there outlive this hold."""
 
 
 NO_ROOM = Room()
@@ -128,6 +131,17 @@ class Denoiser(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        """The formats that the network can be computed in, first the one to choose for `device`."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes of `device` a run may take, its base included, once everything else was
+        unloaded; None where nobody knows.
+        """
+        ...
 
     @property
     def specs(self) -> Mapping[str, LayerSpec]:

@@ -49,7 +49,7 @@ def validation_loss(
     if state is not None:
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
     measure = partial(held_out_loss, denoiser, samples, limit=limit, on_progress=on_progress)
-    dtype = compute_dtype(memory, denoiser.device)
+    dtype = compute_dtype(memory, denoiser)
     with torch.inference_mode(False), Placement(denoiser, adapters, plans, dtype) as placement:
         return placement.retrying(measure)
 

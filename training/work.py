@@ -62,7 +62,7 @@ class Work:
         self.losses = list(start.losses)
         self.validations = list(start.validations)
         self.loss_scale: LossScale | None = None
-        if compute_dtype(config.memory, denoiser.device) == torch.float16:
+        if compute_dtype(config.memory, denoiser) == torch.float16:
             self.loss_scale = start.loss_scale or LossScale()
         self.whole = True
 

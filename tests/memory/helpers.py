@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from graft.training.adapters import attach, draws, restore_adapters
 from graft.training.loop import initial_state
 from graft.training.memory.checkpointing import checkpointed
-from graft.training.memory.compiling import compiled
+from graft.training.memory.compiling import Compiled
 from graft.training.memory.live import LiveTensors
 from graft.training.objective import loss
 
@@ -39,7 +39,7 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
     adapters = restore_adapters(denoiser.specs, state.adapter, weights, denoiser.device)
     with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
-        blocks = compiled(base.module, units) if config.memory.compile else nullcontext()
+        blocks = Compiled().blocks(base, units) if config.memory.compile else nullcontext()
         with attach(base.layers, adapters), blocks, checkpointed(base.module, units, mode), draws(0, 0):
             value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
             value.backward()

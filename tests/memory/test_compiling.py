@@ -53,6 +53,25 @@ def test_compiled_blocks_train_the_same(method, mode):
     assert all("forward" not in vars(module) for module in denoiser.module.modules())
 
 
+@pytest.mark.parametrize("base", ["resident", "offload"])
+def test_blocks_are_compiled_once_however_often_the_base_is_given_back(base):
+    def compiled_after(times):
+        torch._dynamo.reset()
+        counters.clear()
+
+        def on_step(progress):
+            for _ in range(times):
+                with progress.base_given_back():
+                    pass
+
+        memory = MemoryConfig(compile=True, base=base)
+        config = train_config(adapter_config("lora", targets="all"), memory=memory)
+        train(TinyDenoiser(), TinyDataset(), config, None, steps=3, on_step=on_step)
+        return counters["stats"]["unique_graphs"]
+
+    assert compiled_after(2) == compiled_after(0) > 0
+
+
 def test_dropout_draws_the_same_in_compiled_blocks():
     dropped = {"dropout": 0.3, "rank_dropout": 0.3, "module_dropout": 0.3}
     expected = trained(**dropped)

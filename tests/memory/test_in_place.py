@@ -25,8 +25,7 @@ class Adding(Block):
     """Adds to its input, which its norm, its activation and its adapters have kept."""
 
     def forward(self, x):
-        q, k, v = self.attn_qkv(self.norm(x)).chunk(3, -1)
-        x += F.scaled_dot_product_attention(q, k, v)
+        x += self.attention(x)
         x += self.mlp(F.silu(x))
         return x.add_(self.conv1d(x.transpose(1, 2)).transpose(1, 2))
 

@@ -53,7 +53,7 @@ class Small(TinyDenoiser):
     def denoise(self, *args):
         self.calls += 1
         found = super().denoise(*args)
-        if self.fails(self.stores[-1], self.calls):
+        if self.stores and self.fails(self.stores[-1], self.calls):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
         return found
 
@@ -99,6 +99,20 @@ def test_without_another_plan_the_error_says_what_to_set_and_the_base_is_given_b
     assert all("forward" not in vars(module) for module in denoiser.module.modules())
 
 
+def test_a_kernel_that_adds_in_any_order_is_refused_by_name_where_that_is_not_allowed():
+    class Scattering(TinyDenoiser):
+        def denoise(self, *args):
+            found = super().denoise(*args)
+            return found + torch.zeros(4).put_(torch.tensor([0]), torch.ones(1)).sum()
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="tiny cannot be trained as --deterministic asks: .*put_"):
+            trained({}, Scattering())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_other_errors_pass():
     def fails(store, calls):
         if calls:
@@ -133,6 +147,17 @@ def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypa
     with pytest.raises(ValueError, match="memory ran out"):
         trained({"budget_gb": 1.0, "base": "resident"}, denoiser)
     assert limits == [100 + 2**30] * (len(MODES) - 1) + [None]
+
+
+def test_a_budget_counts_where_base_and_checkpointing_are_fixed(monkeypatch, caplog):
+    limits, settings = [], {"budget_gb": 1e-5, "base": "resident", "checkpointing": "block"}
+    monkeypatch.setattr("graft.training.memory.placement.limited_to", partial(noting, limits))
+    batch = TinyDataset().batch(1, seed=0, index=0)
+    monkeypatch.setattr(TinyDataset, "largest_batch", lambda data, size: batch, raising=False)
+    assert same(trained(settings), trained({})) and limits[0] == int(1e-5 * 2**30)
+    assert "no plan fits into 0.0 MiB (budget gb); trying" in caplog.text
+    with pytest.raises(ValueError, match="memory ran out with base resident.*or 'nf4', raise budget gb; or"):
+        trained(settings, Small(lambda store, calls: calls is None))
 
 
 @contextmanager

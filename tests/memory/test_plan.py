@@ -120,19 +120,9 @@ def test_where_blocks_on_the_device_do_not_fit_all_the_same_the_run_goes_on_with
     assert "memory ran out with base offload but for 1 blocks, checkpointing none" in caplog.text
 
 
-def test_what_is_free_is_asked_when_everything_else_is_unloaded(monkeypatch):
-    denoiser, held = TinyDenoiser(), []
-    hold = denoiser.hold
-
-    @contextmanager
-    def unloading(dtype, store, room=NO_ROOM):
-        with hold(dtype, store) as base:
-            held.append(store)
-            yield base
-            held.clear()
-
-    denoiser.hold = unloading
-    monkeypatch.setattr("graft.training.memory.plan.free_bytes", lambda device: len(held) * GIB)
+def test_the_budget_is_what_is_set_or_what_is_free_while_nothing_is_held():
+    denoiser = TinyDenoiser()
+    denoiser.hold, denoiser.free_bytes = None, lambda: GIB
     assert budget_of(denoiser, MemoryConfig()) == GIB
     assert budget_of(denoiser, MemoryConfig(budget_gb=3.0)) == 3 * GIB
 
@@ -284,7 +274,7 @@ def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeyp
         budgets.append(budget)
         return candidates(config.memory)
 
-    monkeypatch.setattr("graft.training.memory.plan.free_bytes", lambda device: free)
+    monkeypatch.setattr(TinyDenoiser, "free_bytes", lambda denoiser: free)
     monkeypatch.setattr("graft.training.loop.Work", start)
     monkeypatch.setattr("graft.training.loop.fitting", noting)
     train(TinyDenoiser(), Sized(), CONFIG, None, steps=1)

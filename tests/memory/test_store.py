@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from graft.tests.adapters.cases import adapter_config, train_config
 from graft.tests.memory.helpers import step_gradients
 from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.training.config import MemoryConfig
 from graft.training.layer import LayerSpec
+from graft.training.loop import train
 from graft.training.memory import offload
 from graft.training.memory.live import LiveTensors
 from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, inputs_on_host
@@ -269,6 +271,58 @@ def test_blocks_that_stay_on_the_device_are_not_copied(monkeypatch):
     fetch = {path: kept.fetch_of(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
     assert [path for path, _ in kept.ring.host] == ["blocks.0.mlp"] and kept.pinned.taken == weight().nbytes
     assert torch.equal(fetch["blocks.1.mlp"](torch.float32, CPU), weight())
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """A device with streams, and the log of its copies."""
+    copier = Logging()
+    copier.begin = lambda host: copier.log.append(("begin", host.shape)) or host
+    copier.finish = lambda ticket: ticket
+    monkeypatch.setattr("graft.training.memory.store.has_streams", lambda device: True)
+    monkeypatch.setattr("graft.training.memory.store.StreamCopier", lambda device: copier)
+    monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
+    monkeypatch.setattr(offload, "PIECE", 1 << 20)
+    return copier.log
+
+
+def offloaded(given_back):
+    """Train with samples after every step, for which the base is given back so often."""
+
+    def on_step(progress):
+        for _ in range(given_back):
+            with progress.base_given_back():
+                gc.collect()
+
+    config = train_config(adapter_config("lora", targets="all"), memory=MemoryConfig(base="offload"))
+    return train(TinyDenoiser(), TinyDataset(), config, None, steps=3, on_step=on_step)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_an_offloaded_base_is_pinned_once_however_often_it_is_given_back(streams, monkeypatch, short):
+    pinned, released = [], []
+    take, release = offload.PinnedMemory.take, offload.PinnedMemory.release
+    monkeypatch.setattr(offload.PinnedMemory, "take", lambda *args: pinned.append(1) or take(*args))
+    monkeypatch.setattr(offload.PinnedMemory, "release", lambda memory: released.append(1) or release(memory))
+    monkeypatch.setattr(offload.PinnedMemory, "is_short", lambda memory: short)
+    expected, layers = offloaded(given_back=0), len(pinned)
+    assert layers > 0 and len(released) == 1
+    state = offloaded(given_back=2)
+    times = 1 + 6 * short  # where host memory is short, it is the samples'
+    assert len(pinned) == layers + times * layers and len(released) == 1 + times
+    assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
+
+
+def test_a_weight_that_is_asked_for_twice_in_a_row_is_copied_once(streams):
+    kept = Store("offload", ("blocks.*",), torch.float32, CPU)
+    paths = ("blocks.0.mlp", "blocks.0.attn")
+    spec = LayerSpec("linear", (128, 256))
+    packed = scaled(weight().to(torch.float8_e4m3fn), torch.ones(128, 1))
+    fetch = {path: kept.fetch_of(path, replace(spec, packed=1), packed) for path in paths}
+    for path in paths:
+        for dtype in (torch.float32, torch.bfloat16):  # as DoRA does
+            assert fetch[path](dtype, CPU).dtype == dtype
+    assert len(streams) == 2 * len(packed.parts)
 
 
 @dataclass

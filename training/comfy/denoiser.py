@@ -22,6 +22,7 @@ from ..memory.store import Store
 from ..model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
 from . import weights
 from .at_rest import unload
+from .device import dtypes_of, free_bytes
 from .differentiable import differentiable
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
 from .text_encoders import TextEncoders
@@ -46,7 +47,7 @@ class ComfyDenoiser:
         self.patcher = patcher
         self.model = patcher.model
         self.sampling: Sampling = patcher.get_model_object("model_sampling")
-        self.device: torch.device = comfy.model_management.get_torch_device()
+        self.device: torch.device = patcher.load_device
         self.text = TextEncoders(clip, self.family) if clip is not None else None
 
     @cached_property
@@ -62,6 +63,14 @@ class ComfyDenoiser:
     def specs(self) -> Mapping[str, LayerSpec]:
         own = weights.layer_specs(self.network, self.patcher.patches, NETWORK)
         return {**own, **(self.text.specs if self.text else {})}
+
+    @cached_property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        return dtypes_of(self.model.model_config, self.device)
+
+    def free_bytes(self) -> int | None:
+        unload(*self._patchers)
+        return free_bytes(self.device)
 
     @cached_property
     def fingerprint(self) -> str:

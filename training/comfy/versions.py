@@ -53,11 +53,20 @@ def training_mode() -> Iterator[None]:
             undo.enter_context(replaced(matmul, "allow_fp16_accumulation", False))
         undo.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warns)
         torch.use_deterministic_algorithms(deterministic)
+        # All memory would be written before it is used, that of copies to and from the host too.
+        undo.enter_context(replaced(torch.utils.deterministic, "fill_uninitialized_memory", False))
         if hasattr(management, "in_training"):
             undo.enter_context(replaced(management, "in_training", True))
         for name, plain in plain_kernels().items():
             undo.enter_context(replaced(sys.modules["comfy_kitchen"], name, plain))
         yield
+
+
+def give_back_cast_buffers() -> None:
+    """Free what weights are cast into on their way to the device: newer versions keep it to a node's end."""
+    reset = getattr(comfy.model_management, "reset_cast_buffers", None)
+    if reset is not None:
+        reset()
 
 
 def plain_kernels() -> dict[str, Callable[..., Any]]:
@@ -75,4 +84,4 @@ def plain_kernels() -> dict[str, Callable[..., Any]]:
     return {name: vars(module)[name] for module in modules for name in public if name in vars(module)}
 
 
-__all__ = ["QuantizedTensor", "plain_kernels", "running_server", "training_mode"]
+__all__ = ["QuantizedTensor", "give_back_cast_buffers", "plain_kernels", "running_server", "training_mode"]

@@ -169,11 +169,11 @@ def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
 
 def _packed_as_comfyui(tensor: Any) -> Packed:
     names, context = tensor.__tensor_flatten__()
-    shape, stride = tensor.shape, tensor.stride()
+    kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
 
     def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
         inner = dict(zip(names, parts, strict=True))
-        again = type(tensor).__tensor_unflatten__(inner, context, shape, stride)
+        again = kind.__tensor_unflatten__(inner, context, shape, stride)
         return again.dequantize().to(dtype)  # type: ignore[no-any-return]
 
     return Packed(tuple(ordinary(getattr(tensor, name)) for name in names), unpack)

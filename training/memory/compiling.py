@@ -11,9 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..forward import set_forward
+from ..layer import FrozenLayer
+from ..model import HeldBase
 from .checkpointing import repeated_blocks
 
 BACKEND = "inductor"
@@ -22,16 +23,35 @@ COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 """Modules whose exceptions are about compiling."""
 
 
-@contextmanager
-def compiled(network: nn.Module, blocks: tuple[str, ...]) -> Iterator[None]:
-    """Compile every block of `network` whose path matches a glob in `blocks`, when it is first used.
+class Compiled:
+    """The compiled blocks of one network: they are good for every time that it is held.
 
-    Raises RuntimeError where this Python or system cannot; that and what fails later is `is_compile_error`.
+    Compiled code is dropped with the objects that it was made for, so a layer is the same object every time.
     """
-    with ExitStack() as undo:
-        for block in repeated_blocks(network, blocks).values():
-            undo.callback(set_forward(block, torch.compile(_with_own_code(block.forward), backend=BACKEND)))
-        yield
+
+    def __init__(self) -> None:
+        self._layers: dict[str, tuple[FrozenLayer, Callable[..., Any]]] = {}
+        """By path: the layer, and what its module computes, with the adapter."""
+        self._blocks: dict[str, Callable[..., Any]] = {}
+        """By path."""
+
+    @contextmanager
+    def blocks(self, base: HeldBase, blocks: tuple[str, ...]) -> Iterator[None]:
+        """Compile every block whose path matches a glob in `blocks`, when it is first used.
+
+        To be entered with the adapters attached, always the same. Raises RuntimeError where this Python or
+        system cannot; that and what fails later is `is_compile_error`.
+        """
+        with ExitStack() as undo:
+            for path, layer in base.layers.items():
+                first, forward = self._layers.setdefault(path, (layer, layer.module.forward))
+                undo.callback(first.lend_weight(layer))
+                undo.callback(set_forward(layer.module, forward))
+            for path, block in repeated_blocks(base.module, blocks).items():
+                if path not in self._blocks:
+                    self._blocks[path] = torch.compile(_with_own_code(block.forward), backend=BACKEND)
+                undo.callback(set_forward(block, self._blocks[path]))
+            yield
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -79,7 +79,7 @@ def probe(
 
     Nothing is trained. Raises ValueError when memory runs out in every one of `plans`, tried in their order.
     """
-    dtype = compute_dtype(config.memory, denoiser.device)
+    dtype = compute_dtype(config.memory, denoiser)
     adapters = {p: a.to(denoiser.device) for p, a in build_adapters(adapted, config.adapter).items()}
     parameters = named_parameters(adapters)
     with torch.no_grad():

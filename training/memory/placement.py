@@ -12,6 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -21,10 +22,14 @@ from torch.utils.checkpoint import CheckpointError
 from ..adapters import Adapter, attach
 from ..model import Denoiser
 from .checkpointing import checkpointed
-from .compiling import compiled, is_compile_error
+from .compiling import Compiled, is_compile_error
 from .in_place import CHANGED, is_changed_in_place
+from .offload import PinnedMemory
 from .plan import Plan
 from .usage import forget_peak, limited_to
+
+NONDETERMINISTIC = "does not have a deterministic implementation"
+"""What PyTorch says of a kernel that adds in any order, where it was told to refuse those."""
 
 T = TypeVar("T")
 
@@ -67,20 +72,27 @@ class Placement:
         dtype: torch.dtype,
         most: int | None = None,
         *,
+        to_the_last: bool = False,
         compile: bool = False,
     ) -> None:
-        """Keep this process to `most` bytes of the device, as long as there is a plan that takes less."""
+        """Keep this process to `most` bytes of the device, as long as there is a plan that takes less, or
+        `to_the_last` one of them.
+        """
         self.denoiser = denoiser
         self.adapters = adapters
         self.plans = list(plans)
         """What is left to try; the first one holds."""
         self.dtype = dtype
         self.most = most
+        self.to_the_last = to_the_last
         self.compile = compile
         """Whether the blocks are compiled; no longer once that has failed."""
         self.copies = False
         """Whether autograd keeps copies; once the network has changed in place what it kept."""
         self._held = ExitStack()
+        self._pinned: PinnedMemory | None = None
+        """The offloaded base in host memory, which outlives giving the base back."""
+        self._compiled = Compiled()
 
     @property
     def plan(self) -> Plan:
@@ -99,13 +111,18 @@ class Placement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._held.__exit__(kind, error, trace)
+        self._release_host()
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
         """Give the base back to its owner for the duration of the context, as it was; what that takes of the
         device is not counted as the run's.
+
+        What was compiled is kept, and so are pinned copies of the base, while the host has memory left.
         """
-        self.__exit__(None, None, None)
+        self._held.close()
+        if self._pinned is not None and self._pinned.is_short():
+            self._release_host()
         yield
         forget_peak(self.denoiser.device)
         self.__enter__()
@@ -131,13 +148,15 @@ class Placement:
 
     def _hold(self) -> None:
         with ExitStack() as held:
-            most = self.most if len(self.plans) > 1 else None
+            most = self.most if len(self.plans) > 1 or self.to_the_last else None
             held.enter_context(limited_to(most, self.denoiser.device))
-            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, self.plan.room))
+            self._pinned = self._pinned or PinnedMemory(self.plan.room.host)
+            room = replace(self.plan.room, pinned=self._pinned)
+            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, room))
             held.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
             if self.compile:
-                held.enter_context(compiled(base.module, units))
+                held.enter_context(self._compiled.blocks(base, units))
             mode = self.plan.checkpointing
             held.enter_context(checkpointed(base.module, units, mode, copies=self.copies))
             self._held = held.pop_all()
@@ -154,6 +173,11 @@ class Placement:
         if is_changed_in_place(error) and not self.copies:
             return self._keep_copies
         refuse_undifferentiable(error, self.denoiser.family.name)
+        if NONDETERMINISTIC in str(error):
+            raise ValueError(
+                f"{self.denoiser.family.name} cannot be trained as --deterministic asks: its network has a "
+                f"kernel that adds in any order ({error}). Start ComfyUI without --deterministic."
+            ) from error
         if isinstance(error, CheckpointError):
             raise ValueError(
                 f"{self.denoiser.family.name} computed a block in another way the second time: a node before "
@@ -163,12 +187,18 @@ class Placement:
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
+            more = ", raise budget gb" if self.to_the_last else ""
             raise ValueError(
                 f"memory ran out with {self.plan}, which needs least of what the settings allow. In Memory "
-                "Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'; or train smaller "
-                "images, a smaller batch or a lower rank."
+                f"Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'{more}; or train "
+                "smaller images, a smaller batch or a lower rank."
             ) from error
         return self._drop_plan
+
+    def _release_host(self) -> None:
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned = None
 
     def _stop_compiling(self) -> None:
         self.compile = False

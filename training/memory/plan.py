@@ -24,8 +24,7 @@ from .checkpointing import MODES
 from .forecast import Forecast, forecast
 from .in_place import is_changed_in_place
 from .precision import compute_dtype
-from .store import STORES, UNPLACED, block_bytes, bytes_of, is_rounded
-from .usage import free_bytes
+from .store import STORES, block_bytes, bytes_of, is_rounded
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +131,12 @@ def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
     """Return how many bytes of the device a run may take: what the settings say, or what is free once
     everything else was unloaded; None where nobody knows.
     """
-    if config.budget_gb:
-        return int(config.budget_gb * GIB)
-    with torch.inference_mode(False), denoiser.hold(compute_dtype(config, denoiser.device), UNPLACED):
-        return free_bytes(denoiser.device)
+    return int(config.budget_gb * GIB) if config.budget_gb else denoiser.free_bytes()
+
+
+def is_final(config: MemoryConfig) -> bool:
+    """Say whether the user fixed base, checkpointing and budget: then nothing may go beyond the budget."""
+    return bool(config.budget_gb) and len(candidates(config)) == 1
 
 
 def fitting(
@@ -154,11 +155,11 @@ def fitting(
     all the same, the plan is tried again without.
     """
     plans = candidates(config.memory)
-    is_open = len(plans) > 1 or plans[0].base == "offload"
+    matters = len(plans) > 1 or plans[0].base == "offload" or bool(config.memory.budget_gb)
     if (
         batch is None
         or budget is None
-        or not is_open
+        or not matters
         or fits_surely(denoiser, adapted, config, batch, budget)
     ):
         return plans
@@ -204,7 +205,7 @@ def predictor(
 
     It raises RuntimeError for networks that `forecast` cannot follow.
     """
-    dtype = compute_dtype(config.memory, denoiser.device)
+    dtype = compute_dtype(config.memory, denoiser)
     blocks = denoiser.family.blocks
     sizes = block_bytes(denoiser.specs, blocks, dtype)
     kept, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
@@ -275,7 +276,7 @@ def fits_surely(
 
     Counts every layer's input and output six times at the latents' full resolution, in float32.
     """
-    dtype = compute_dtype(config.memory, denoiser.device)
+    dtype = compute_dtype(config.memory, denoiser)
     text = max((c.shape[1] for each in batch.conditioning for c in each.values() if c.ndim == 3), default=0)
     positions = batch.latents.shape[0] * (batch.latents[0, 0].numel() + text)
     widths = sum(sum(spec.shape[:2]) for spec in denoiser.specs.values())

@@ -13,21 +13,26 @@ from torch import Tensor, nn
 
 from .. import rng
 from ..config import MemoryConfig
+from ..model import Denoiser
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def compute_dtype(config: MemoryConfig, device: torch.device) -> torch.dtype:
-    """Return the configured dtype.
+def compute_dtype(config: MemoryConfig, denoiser: Denoiser) -> torch.dtype:
+    """Return the configured dtype; "auto" is the one that the model chooses for its device.
 
-    "auto" is bf16 where the device computes in it natively, fp16 (loss scaling) on older GPUs, else float32.
+    Raises ValueError for one that the model cannot be computed in.
     """
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if native else torch.float16
-    return torch.bfloat16 if device.type == "xpu" else torch.float32
+    if config.dtype == "auto":
+        return denoiser.dtypes[0]
+    dtype = DTYPES[config.dtype]
+    if dtype not in denoiser.dtypes:
+        can = ", ".join(name for name, each in DTYPES.items() if each in denoiser.dtypes)
+        raise ValueError(
+            f"precision: {denoiser.family.name} cannot be computed in {config.dtype}, in which its numbers "
+            f"become NaN; set precision in Memory Settings to auto or one of {can}."
+        )
+    return dtype
 
 
 @contextmanager

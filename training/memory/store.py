@@ -5,17 +5,16 @@ Weights of the repeated blocks are what there is to save on: only they are quant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ..family import block_of
 from ..layer import Fetch, LayerSpec
 from ..model import NO_ROOM, Room
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
-from .quantize import FORMATS, SMALLEST, Packed, pack, plain
+from .quantize import FORMATS, SMALLEST, Packed, Parts, pack, plain
 
 STORES = ("resident", "fp8", "int8", "nf4", "offload")
 """On the device in the compute dtype; there in fewer bits; in host memory."""
@@ -40,19 +39,23 @@ class Store:
     pinned: PinnedMemory = field(init=False)
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights in host memory."""
+    in_use: tuple[str, Parts] = "", ()
+    """The layer whose weight was copied last, and the copies: DoRA asks for each weight twice."""
 
     def __post_init__(self) -> None:
         if self.name not in (*STORES, UNPLACED):
             raise ValueError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
-        self.pinned = PinnedMemory(self.room.host)
+        self.pinned = self.room.pinned or PinnedMemory(self.room.host)
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)
 
     def release(self) -> None:
-        """Let go of what is kept in host memory; no layer may be used any more."""
+        """Let go of what is kept in host memory and ends with this hold; no layer may be used any more."""
+        self.in_use = "", ()
         if self.ring is not None:
             self.ring.clear()
-        self.pinned.release()
+        if self.room.pinned is None:
+            self.pinned.release()
 
     def fetch_of(self, path: str, spec: LayerSpec, weight: Packed) -> Fetch:
         """Take a layer's host weight and return the function that brings it in."""
@@ -71,21 +74,36 @@ class Store:
         return plain(placed.weight(self.dtype)) if _is_plain(placed) else placed
 
     def _offloaded(self, path: str, block: str, weight: Packed) -> Fetch:
-        host = plain(weight.weight(self.dtype)) if _is_plain(weight) else weight
         ring = self.ring
         if ring is None:
+            host = self._as_kept(weight)
             return lambda dtype, device: moved(host, device).weight(dtype)
-        count, unpack = len(host.parts), host.unpack  # not the parts themselves, which are pinned elsewhere
-        for index, part in enumerate(host.parts):
-            ring.add((path, index), self.pinned.take(part.cpu()))
-        self.sizes[block] = self.sizes.get(block, 0) + host.nbytes
+        kept = self.pinned.kept.get(path) or self._pinned(path, self._as_kept(weight))
+        keys, unpack = [(path, index) for index in range(len(kept.parts))], kept.unpack
+        for key, part in zip(keys, kept.parts, strict=True):
+            ring.add(key, part)
+        self.sizes[block] = self.sizes.get(block, 0) + kept.nbytes
         ring.ahead = max(self.sizes.values())
+        return lambda dtype, device: unpack(self._copied(ring, path, keys), dtype).to(device)
 
-        def fetch(dtype: torch.dtype, device: torch.device) -> Tensor:
-            parts = tuple(ring.fetch((path, index)) for index in range(count))
-            return unpack(parts, dtype).to(device)
+    def _as_kept(self, weight: Packed) -> Packed:
+        return plain(weight.weight(self.dtype)) if _is_plain(weight) else weight
 
-        return fetch
+    def _pinned(self, path: str, weight: Packed) -> Packed:
+        """Return a layer's host weight in pinned memory, which remembers it if it had room for all of it."""
+        host = [part.cpu() for part in weight.parts]
+        pinned = Packed(tuple(map(self.pinned.take, host)), weight.unpack)
+        if all(there is not here for there, here in zip(pinned.parts, host, strict=True)):
+            self.pinned.kept[path] = pinned
+        return pinned
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _copied(self, ring: Ring, path: str, keys: Sequence[Hashable]) -> Parts:
+        """Return a layer's weight on the device, copied now or for the fetch before this one."""
+        if self.in_use[0] != path:
+            self.in_use = "", ()
+            self.in_use = path, tuple(ring.fetch(key) for key in keys)
+        return self.in_use[1]
 
 
 def moved(weight: Packed, device: torch.device) -> Packed:
