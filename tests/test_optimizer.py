@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import gc
+from collections import defaultdict
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from graft.tests.adapters.cases import adapter_config
 from graft.training.checkpoint import load_state, save_state
 from graft.training.config import AdapterConfig, EmaConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.loop import initial_state
+from graft.training.memory.precision import DTYPES
 from graft.training.optimizer import (
     OPTIMIZERS,
+    bits,
     build_optimizer,
     final_weights,
     load_optimizer,
@@ -337,6 +341,46 @@ def test_dora_keeps_the_lengths_of_the_base_in_float32():
     assert any(not torch.equal(t.bfloat16().float(), t) for n, t in state.weights.items() if n in lengths)
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "paged-adamw8bit"])
+def test_only_paged_memory_is_waited_for(name, monkeypatch):
+    waited, (weights, config) = [], (parameters(), settings(name))
+    optimizer = build_optimizer(weights, config)
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.sync_gpu", waited.append)
+    step(weights, optimizer, 2, config.lr)
+    assert bool(waited) == (name == "paged-adamw8bit")
+
+
+def test_a_run_takes_the_paged_memory_that_the_one_before_let_go_of(monkeypatch):
+    """bitsandbytes never gives any back to the system."""
+    config, taken = settings("paged-adamw8bit"), []
+
+    def paged(optimizer, p, dtype=torch.float32):
+        buffer = torch.zeros_like(p, dtype=dtype)
+        buffer.is_paged = True
+        taken.append(tuple(p.shape))
+        return buffer
+
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", paged)
+    monkeypatch.setattr("bitsandbytes.functional.prefetch_tensor", lambda *args: None)
+    monkeypatch.setattr(bits, "_unused", defaultdict(list))
+
+    def run(state=None):
+        weights = parameters()
+        optimizer = build_optimizer(weights, config)
+        if state is not None:
+            load_optimizer(optimizer, config, state)
+        step(weights, optimizer, 2, config.lr)
+        return weights, save_optimizer(optimizer, config)
+
+    first, state = run()
+    gc.collect()
+    count, again = len(taken), run()[0]
+    gc.collect()
+    assert count == 2 * len(SHAPES) and all(torch.equal(again[name], p) for name, p in first.items())
+    run(state)  # resumed
+    assert len(taken) == count
+
+
 def test_bf16_weights_learn_what_float32_weights_learn():
     losses = {}
     for weights in ("fp32", "bf16"):
@@ -362,6 +406,9 @@ class Overflowing(TinyDenoiser):
         super().__init__()
         self.module.half().float()  # weights that fp16 can hold, so that only the scale differs
 
+    def hold(self, dtype, *args):
+        return super().hold(torch.float32, *args)
+
     def denoise(self, x_t, sigma, batch):
         output = super().denoise(x_t, sigma, batch)
         if output.requires_grad:
@@ -385,6 +432,21 @@ def test_loss_scaling_changes_nothing_but_the_scale():
     unscaled = train(steps=3, config=plain, denoiser=Overflowing())
     assert scaled.losses == pytest.approx(unscaled.losses, rel=1e-6)
     assert all(torch.allclose(scaled.weights[n], unscaled.weights[n], atol=1e-7) for n in scaled.weights)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_network_in_half_precision_learns_what_it_does_in_float32(dtype):
+    computed, losses = [], {}
+    for name in (dtype, "fp32"):
+        denoiser = TinyDenoiser()
+        denoiser.module.blocks[0].register_forward_hook(lambda *call: computed.append(call[-1].dtype))
+        config = TrainConfig(
+            4, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-2), memory=MemoryConfig(name)
+        )
+        losses[name] = train(steps=20, config=config, denoiser=denoiser).losses
+    assert computed == [DTYPES[dtype]] * 20 + [torch.float32] * 20
+    assert losses[dtype] == pytest.approx(losses["fp32"], rel=0.02) and losses[dtype] != losses["fp32"]
+    assert losses[dtype][-1] < 0.9 * losses[dtype][0]
 
 
 def test_gradients_are_as_large_as_without_a_loss_scale():

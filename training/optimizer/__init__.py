@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..config import OptimizerConfig
 from ..packages import optional
 from ..state import Number, OptimizerState
+from .bits import without_waits_and_leaks
 from .extra import Lion, StableAdamW
 
 log = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ def _bitsandbytes(name: str) -> Build:
         if "Lion" in name:
             del options["eps"]
         kind = getattr(_installed("bitsandbytes", config.name).optim, name)
-        return kind(groups, **options)  # type: ignore[no-any-return]
+        return without_waits_and_leaks(kind)(groups, **options)  # type: ignore[no-any-return]
 
     return build
 
@@ -259,7 +260,7 @@ OPTIMIZERS: Mapping[str, Row] = {
     "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit"), 2.1),
     "lion": Row(_lion, 4),
     "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1),
-    "adafactor": Row(_adafactor, 0.5, step_bytes=4),
+    "adafactor": Row(_adafactor, 0.5),
     "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_rate=True),
     "schedule-free-adamw": Row(
         _schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, step_bytes=4, averages=True

@@ -1,0 +1,41 @@
+"""Two things that bitsandbytes' optimizers do and a long process cannot have, taken from them.
+
+After every parameter they wait for the device, which only paged memory needs. And paged memory is taken from
+the system for good, so what one run had goes to the next that asks for as much.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import defaultdict
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..forward import replaced
+
+_unused: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+"""Paged memory without an optimizer, by shape, dtype and device."""
+
+
+def without_waits_and_leaks(kind: Any) -> Any:
+    """Return the optimizer class without either."""
+
+    class Optimizer(kind):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            module = sys.modules["bitsandbytes.optim.optimizer"]
+            waits = self.is_paged or not hasattr(module, "sync_gpu")  # older versions wait once a step
+            with nullcontext() if waits else replaced(module, "sync_gpu", lambda tensor: None):
+                return super().step(closure)
+
+        def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+            place = _unused[(p.shape, dtype, p.device)]
+            buffer: Tensor = place.pop().zero_() if place else super().get_state_buffer(p, dtype)
+            if getattr(buffer, "is_paged", False):
+                weakref.finalize(self, place.append, buffer).atexit = False
+            return buffer
+
+    return Optimizer
