@@ -25,8 +25,10 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 NAME = "card"
 DEVICE = os.environ.get("GRAFT_TEST_DEVICE", "cpu")
-"""Where the tests run: "cpu", "cuda", "card", or "dynamic", which is the card under dynamic VRAM."""
+"""Where the tests run: "cpu", "cuda", the pretended "card"; "cuda-dynamic" and "dynamic" are these two under
+dynamic VRAM."""
 PRETENDED = DEVICE in ("card", "dynamic")
+DYNAMIC = DEVICE in ("dynamic", "cuda-dynamic")
 
 HOST, EXTENSION = 1, 12
 """Devices in a DLPack capsule (dlpack.h, DLDeviceType); torch takes the second for PrivateUse1."""

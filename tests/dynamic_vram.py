@@ -1,8 +1,8 @@
-"""ComfyUI's dynamic VRAM on the pretended device of `tests/card.py`.
+"""ComfyUI's dynamic VRAM: the real one on a card, or on the pretended device of `tests/card.py`.
 
 Newer versions switch it on for NVIDIA cards. Files are then mapped read-only, small weights are loaded in
-place, and large ones are copied into a buffer that the driver may take back at any time. Here that buffer is
-host memory, and what is taken back is filled with bytes that make every number NaN. Native parts of
+place, and large ones are copied into a buffer that the driver may take back at any time. On the pretended
+device that buffer is host memory, and what is taken back is filled with bytes that make every number NaN. Native parts of
 comfy-aimdo are replaced; ComfyUI's own code for it runs.
 """
 
@@ -25,8 +25,6 @@ from . import card
 def install() -> None:
     """Switch it on, as ComfyUI's main.py does; after `card.install()` and `import comfy`."""
     import comfy.cli_args
-    import comfy.memory_management
-    import comfy.model_patcher
     import comfy_aimdo.host_buffer
     import comfy_aimdo.model_mmap
     import comfy_aimdo.model_vbar
@@ -42,6 +40,25 @@ def install() -> None:
     vbar.vbars_analyze = lambda *device: 0
     comfy_aimdo.torch.aimdo_to_tensor = lambda place, device: place[0].tensor(*place[1:])
     comfy.cli_args.args.disable_pinned_memory = True
+    _switch_on()
+
+
+def install_on_card() -> None:
+    """Switch the real one on, as ComfyUI's main.py does; after `import comfy.cli_args`, before the rest of it."""
+    import comfy_aimdo.control
+
+    assert comfy_aimdo.control.init(), "comfy-aimdo finds no driver"
+    import comfy.model_management
+
+    device = comfy.model_management.get_torch_device()
+    assert comfy_aimdo.control.init_devices([device.index]), f"comfy-aimdo does not work on {device}"
+    _switch_on()
+
+
+def _switch_on() -> None:
+    import comfy.memory_management
+    import comfy.model_patcher
+
     comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
     comfy.memory_management.aimdo_enabled = True
 
@@ -63,7 +80,7 @@ def off() -> Iterator[None]:
 
 def is_off(why: str) -> pytest.MarkDecorator:
     """Mark tests that cannot run under dynamic VRAM."""
-    return pytest.mark.skipif(card.DEVICE == "dynamic", reason=why)
+    return pytest.mark.skipif(card.DYNAMIC, reason=why)
 
 
 class Mapped:

@@ -1,30 +1,34 @@
 """Tests against the real ComfyUI: in this process (every file here may `import comfy.sd`) or as a server.
 
 It runs on the CPU, on the GPU with GRAFT_TEST_DEVICE=cuda, or on the pretended one of `tests/card.py` with
-GRAFT_TEST_DEVICE=card; with "dynamic" also under a newer ComfyUI's dynamic VRAM (`tests/dynamic_vram.py`).
+GRAFT_TEST_DEVICE=card; with "cuda-dynamic" and "dynamic" under a newer ComfyUI's dynamic VRAM
+(`tests/dynamic_vram.py`).
 COMFYUI_PATH chooses another ComfyUI.
 """
 
 import asyncio
 import atexit
 import copy
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import graft
 from graft.tests import card, dynamic_vram
-from graft.tests.card import DEVICE, PRETENDED
+from graft.tests.card import DEVICE, DYNAMIC, PRETENDED
 from graft.training.headless.server import find_comfyui, install_graft, make_folders, server
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
 atexit.register(shutil.rmtree, BASE, ignore_errors=True)
 collect_ignore = ["test_on_a_card.py"] if PRETENDED else ["test_crossings.py"]
-collect_ignore += [] if DEVICE == "dynamic" else ["test_dynamic_vram.py"]
+collect_ignore += [] if DYNAMIC else ["test_dynamic_vram.py"]
+ON_CUDA = DEVICE.startswith("cuda")
 
 
 def bootstrap() -> None:
@@ -38,8 +42,11 @@ def bootstrap() -> None:
     )  # first, so that `nodes` and `utils` are ComfyUI's even under `python -m pytest`
     if PRETENDED:
         card.install()
-    options = {"cpu": ["--cpu"], "cuda": []}.get(DEVICE, ["--directml"])
+    options = ["--directml"] if PRETENDED else ["--deterministic"] if ON_CUDA else ["--cpu"]
     options += [] if DEVICE == "cpu" else ["--force-fp32", "--fp32-vae", "--fp32-text-enc"]  # to compare with
+    if ON_CUDA:  # with kernels that add in one order, and do not round convolutions to 10 bits
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.allow_tf32 = False
     argv, sys.argv = sys.argv, ["main.py", *options, "--base-directory", str(BASE)]
     try:
         import comfy.options
@@ -48,8 +55,8 @@ def bootstrap() -> None:
         import comfy.cli_args
     finally:
         sys.argv = argv
-    if DEVICE == "dynamic":
-        dynamic_vram.install()
+    if DYNAMIC:
+        (dynamic_vram.install_on_card if ON_CUDA else dynamic_vram.install)()
     assert comfy.cli_args.args.base_directory == str(BASE), "comfy.cli_args was imported before this conftest"
 
 
@@ -82,7 +89,7 @@ def base() -> Path:
 @pytest.fixture(scope="session")
 def comfy_server(comfyui, tmp_path_factory):
     """One running ComfyUI with Graft, shared by all tests; `.base` is its base directory. Do not kill it."""
-    with server(comfyui, tmp_path_factory.mktemp("server"), cpu=DEVICE != "cuda") as running:
+    with server(comfyui, tmp_path_factory.mktemp("server"), cpu=not ON_CUDA) as running:
         yield running
 
 
