@@ -2,8 +2,8 @@
 
 Newer versions switch it on for NVIDIA cards. Files are then mapped read-only, small weights are loaded in
 place, and large ones are copied into a buffer that the driver may take back at any time. On the pretended
-device that buffer is host memory, and what is taken back is filled with bytes that make every number NaN. Native parts of
-comfy-aimdo are replaced; ComfyUI's own code for it runs.
+device that buffer is host memory, and what is taken back is filled with bytes that make every number NaN.
+Native parts of comfy-aimdo are replaced there; ComfyUI's own code for it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def install_on_card() -> None:
-    """Switch the real one on, as ComfyUI's main.py does; after `import comfy.cli_args`, before the rest of it."""
+    """Switch the real one on, as ComfyUI's main.py does: after `import comfy.cli_args`, before the rest."""
     import comfy_aimdo.control
 
     assert comfy_aimdo.control.init(), "comfy-aimdo finds no driver"

@@ -1,11 +1,14 @@
 """What only a graphics card shows: copies on a stream of their own, its allocator, its kernels.
 
-All is skipped where there is no CUDA device. The other tests run there too, all of them or ComfyUI's on the
-card, with `GRAFT_TEST_DEVICE=cuda pytest -n0 tests/comfy`.
+All is skipped where there is no CUDA device. `pytest -n0 -m gpu` needs PyTorch and pytest; what needs more is
+skipped. The other tests run there too, and ComfyUI's on the card with `GRAFT_TEST_DEVICE=cuda pytest -n0
+tests/comfy`, or cuda-dynamic for dynamic VRAM.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +19,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graft.tests.adapters.cases import adapter_config, train_config
 from graft.tests.tiny import Network, TinyDataset, TinyDenoiser
@@ -30,6 +34,14 @@ pytestmark = pytest.mark.gpu
 
 CARD = torch.device("cuda", 0)
 CONFIG = replace(train_config(adapter_config("lora", targets="all", rank=16)), batch_size=4)
+WIDE = adapter_config("lora", targets="all", rank=128)
+"""bitsandbytes pages nothing that has less than 1e5 numbers."""
+
+
+def packed(*values):
+    """Mark what is computed by bitsandbytes."""
+    missing = importlib.util.find_spec("bitsandbytes") is None
+    return pytest.param(*values, marks=pytest.mark.skipif(missing, reason="needs bitsandbytes"))
 
 
 class OnCard(TinyDenoiser):
@@ -81,14 +93,50 @@ def test_plans_that_move_data_end_in_the_same_state(exact, plan):
     assert_equal(trained(base=plan.base, checkpointing=plan.checkpointing), expected)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "paged-adamw8bit", "lion8bit", "adafactor"])
+def test_attention_is_computed_by_a_fused_kernel(exact):
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        fused = trained(checkpointing="selective")
+    assert_equal(fused, trained(checkpointing="none"))
+
+
+@pytest.mark.parametrize("base", ["resident", "offload"])
+def test_a_base_that_is_given_back_leaves_the_card_and_comes_again_as_it_was(exact, base):
+    expected = trained(base="resident")  # libraries take their work space for good
+    before, taken = torch.cuda.memory_allocated(CARD), []
+
+    def on_step(progress):
+        with progress.base_given_back():
+            gc.collect()
+            taken.append(torch.cuda.memory_allocated(CARD) - before)
+
+    config = replace(CONFIG, memory=MemoryConfig(base=base))
+    state = train(OnCard(), Large(), config, None, steps=3, on_step=on_step)
+    adapters = sum(t.nbytes for t in (*state.weights.values(), *state.optimizer.tensors.values()))
+    assert max(taken) < adapters + (1 << 20), "the base takes 6 MiB"
+    assert_equal(state, expected)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "adafactor", *map(packed, ("adamw8bit", "paged-adamw8bit", "lion8bit"))]
+)
 def test_a_resumed_run_ends_where_an_undisturbed_one_does(exact, optimizer):
-    config = replace(CONFIG, optimizer=OptimizerConfig(name=optimizer))
+    config = replace(CONFIG, optimizer=OptimizerConfig(name=optimizer), adapter=WIDE)
     run = partial(train, OnCard(), Large(), config)
     assert_equal(run(run(None, steps=2), steps=1), run(None, steps=3))
 
 
-@pytest.mark.parametrize(("base", "within"), [("fp8", 0.05), ("int8", 0.02), ("nf4", 0.15)])
+def test_paged_memory_is_taken_once(exact):
+    pages = pytest.importorskip("bitsandbytes.functional").GlobalPageManager.get_instance().paged_tensors
+    config = replace(CONFIG, optimizer=OptimizerConfig(name="paged-adamw8bit"), adapter=WIDE)
+    first = train(OnCard(), Large(), config, None, steps=2)
+    gc.collect()
+    taken = len(pages)
+    assert taken > 0
+    assert_equal(train(OnCard(), Large(), config, None, steps=2), first)
+    assert len(pages) == taken
+
+
+@pytest.mark.parametrize(("base", "within"), [("fp8", 0.05), ("int8", 0.02), packed("nf4", 0.15)])
 def test_a_rounded_base_is_that_far_from_the_whole_one(base, within):
     denoiser = OnCard()
     with denoiser.hold(torch.bfloat16, base) as held:
@@ -99,7 +147,7 @@ def test_a_rounded_base_is_that_far_from_the_whole_one(base, within):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("base", ["resident", "nf4", "offload"])
+@pytest.mark.parametrize("base", ["resident", packed("nf4"), "offload"])
 def test_half_precision_learns(base, dtype):
     state = trained(steps=20, base=base, dtype=dtype)
     assert sum(state.losses[-5:]) < sum(state.losses[:5])

@@ -51,9 +51,7 @@ def test_on_the_cpu_a_model_is_computed_in_float32():
 
 def test_fp16_is_refused_for_a_model_that_is_nan_in_it():
     config = replace(CONFIG, memory=MemoryConfig(dtype="fp16"))
-    with pytest.raises(
-        ValueError, match="Qwen-Image cannot be computed in fp16.*set precision in"
-    ):
+    with pytest.raises(ValueError, match="Qwen-Image cannot be computed in fp16.*set precision in"):
         train(ComfyDenoiser(TINY["qwen"]()), Samples(TINY["qwen"]), config, None, steps=1)
 
 
