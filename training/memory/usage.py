@@ -38,6 +38,7 @@ def limited_to(most: int | None, device: torch.device) -> Iterator[None]:
     """Let an allocation fail that would bring the process beyond `most` bytes.
 
     Windows would move to host memory what a card has no room for; every step would take ten times as long.
+    PyTorch knows no way back to no limit: where there was none, it is all of the card afterwards.
     """
     if most is None or device.type != "cuda":
         yield
