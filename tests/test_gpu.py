@@ -38,8 +38,8 @@ WIDE = adapter_config("lora", targets="all", rank=128)
 """bitsandbytes pages nothing that has less than 1e5 numbers."""
 
 
-def packed(*values):
-    """Mark what is computed by bitsandbytes."""
+def needs_bitsandbytes(*values):
+    """Mark parameters that are computed with bitsandbytes."""
     missing = importlib.util.find_spec("bitsandbytes") is None
     return pytest.param(*values, marks=pytest.mark.skipif(missing, reason="needs bitsandbytes"))
 
@@ -117,7 +117,8 @@ def test_a_base_that_is_given_back_leaves_the_card_and_comes_again_as_it_was(exa
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "adafactor", *map(packed, ("adamw8bit", "paged-adamw8bit", "lion8bit"))]
+    "optimizer",
+    ["adamw", "adafactor", *map(needs_bitsandbytes, ("adamw8bit", "paged-adamw8bit", "lion8bit"))],
 )
 def test_a_resumed_run_ends_where_an_undisturbed_one_does(exact, optimizer):
     config = replace(CONFIG, optimizer=OptimizerConfig(name=optimizer), adapter=WIDE)
@@ -136,7 +137,7 @@ def test_paged_memory_is_taken_once(exact):
     assert len(pages) == taken
 
 
-@pytest.mark.parametrize(("base", "within"), [("fp8", 0.05), ("int8", 0.02), packed("nf4", 0.15)])
+@pytest.mark.parametrize(("base", "within"), [("fp8", 0.05), ("int8", 0.02), needs_bitsandbytes("nf4", 0.15)])
 def test_a_rounded_base_is_that_far_from_the_whole_one(base, within):
     denoiser = OnCard()
     with denoiser.hold(torch.bfloat16, base) as held:
@@ -147,7 +148,7 @@ def test_a_rounded_base_is_that_far_from_the_whole_one(base, within):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("base", ["resident", packed("nf4"), "offload"])
+@pytest.mark.parametrize("base", ["resident", needs_bitsandbytes("nf4"), "offload"])
 def test_half_precision_learns(base, dtype):
     state = trained(steps=20, base=base, dtype=dtype)
     assert sum(state.losses[-5:]) < sum(state.losses[:5])

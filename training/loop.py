@@ -18,7 +18,7 @@ from .adapters import build_adapters, draws, initialise, named_parameters, needs
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .coverage import Coverage
 from .memory.placement import Placement
-from .memory.plan import budget_of, fitting, is_final
+from .memory.plan import budget_of, fitting, is_limit_hard
 from .memory.precision import compute_dtype
 from .memory.store import UNPLACED
 from .memory.usage import forget_peak, in_use, peak_bytes
@@ -106,7 +106,9 @@ def train(
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
-    start = comparable(replace(start, base=denoiser.fingerprint), config, validation)
+    if start.base != denoiser.fingerprint:  # an earlier version's
+        start = replace(start, base=denoiser.fingerprint)
+    start = comparable(start, config, validation)
     if is_over(config.validation, start.validations):
         return start
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
@@ -118,7 +120,7 @@ def train(
     dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in work.adapters}
     plans = fitting(denoiser, adapted, config, largest_batch(dataset, config), budget)
-    options = {"to_the_last": is_final(config.memory), "compile": config.memory.compile}
+    options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
     with Placement(denoiser, work.adapters, plans, dtype, most, **options) as placement:
         compute = partial(gradients, denoiser, dataset, config, work)
         validate = partial(measure, denoiser, validation, work)

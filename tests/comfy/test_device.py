@@ -46,7 +46,7 @@ def test_a_model_is_computed_in_the_format_that_it_and_the_card_can(monkeypatch,
 
 
 def test_on_the_cpu_a_model_is_computed_in_float32():
-    assert device.dtypes_of(TINY["flux"]().model.model_config, torch.device("cpu"))[0] == FP32
+    assert device.supported_dtypes(TINY["flux"]().model.model_config, torch.device("cpu"))[0] == FP32
 
 
 def test_fp16_is_refused_for_a_model_that_is_nan_in_it():

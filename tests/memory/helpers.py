@@ -39,7 +39,7 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
     adapters = restore_adapters(denoiser.specs, state.adapter, weights, denoiser.device)
     with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
-        blocks = Compiled().blocks(base, units) if config.memory.compile else nullcontext()
+        blocks = Compiled().compile_blocks(base, units) if config.memory.compile else nullcontext()
         with attach(base.layers, adapters), blocks, checkpointed(base.module, units, mode), draws(0, 0):
             value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
             value.backward()

@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from .versions import give_back_cast_buffers
+from .versions import reset_cast_buffers
 
 
 def unload(*patchers: Any) -> None:
@@ -27,7 +27,7 @@ def unload(*patchers: Any) -> None:
         for patcher in patchers:
             if patcher.offload_device.type != "cpu":
                 patcher.model.to("cpu")
-    give_back_cast_buffers()
+    reset_cast_buffers()
     comfy.model_management.soft_empty_cache()
 
 

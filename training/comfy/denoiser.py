@@ -22,7 +22,7 @@ from ..memory.store import Store
 from ..model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
 from . import weights
 from .at_rest import unload
-from .device import dtypes_of, free_bytes
+from .device import free_bytes, supported_dtypes
 from .differentiable import differentiable
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
 from .text_encoders import TextEncoders
@@ -66,7 +66,7 @@ class ComfyDenoiser:
 
     @cached_property
     def dtypes(self) -> Sequence[torch.dtype]:
-        return dtypes_of(self.model.model_config, self.device)
+        return supported_dtypes(self.model.model_config, self.device)
 
     def free_bytes(self) -> int | None:
         unload(*self._patchers)

@@ -1,4 +1,4 @@
-"""What ComfyUI knows of the device that a model computes on: its number formats, and what memory is free."""
+"""What ComfyUI knows of a compute device: the dtypes to use there, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from ..memory import usage
 
 
-def dtypes_of(model_config: Any, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the formats that a model can be computed in, first the one to choose for `device`.
+def supported_dtypes(model_config: Any, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a model can be computed in, first the one to choose on `device`.
 
-    That is bf16 where ComfyUI takes it there (older cards emulate it), else fp16 if model and card can, else
-    float32. A model's configuration says whether it overflows in fp16; ComfyUI computes it in float32 then.
+    On a GPU that is bf16 where ComfyUI uses it (older GPUs emulate it), else fp16 if ComfyUI uses that there
+    and the model's configuration lists it: some models overflow in fp16. Otherwise it is float32.
     """
     management: Any = comfy.model_management
-    known = getattr(model_config, "supported_inference_dtypes", (torch.float16,))
-    half = [torch.float16] if torch.float16 in known else []
-    if device.type not in ("cuda", "xpu"):
-        return (torch.float32, torch.bfloat16, *half)
-    if management.should_use_bf16(device):
-        return (torch.bfloat16, torch.float32, *half)
-    if half and management.should_use_fp16(device):
-        return (torch.float16, torch.bfloat16, torch.float32)
-    return (torch.float32, torch.bfloat16, *half)
+    listed = getattr(model_config, "supported_inference_dtypes", (torch.float16,))
+    supported = [torch.float32, torch.bfloat16, *({torch.float16} & set(listed))]
+    best = torch.float32
+    if device.type in ("cuda", "xpu"):
+        if management.should_use_bf16(device):
+            best = torch.bfloat16
+        elif torch.float16 in supported and management.should_use_fp16(device):
+            best = torch.float16
+    return (best, *(dtype for dtype in supported if dtype != best))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of `device` that are free, but for those that ComfyUI leaves to other programs
-    (--reserve-vram); None where nobody knows. The host's memory has a reserve of its own.
+    """Return the free bytes of `device`, without what ComfyUI leaves to other programs (--reserve-vram); None
+    if unknown. Host memory has its own reserve.
     """
     free = usage.free_bytes(device)
     if free is None or device.type == "cpu":

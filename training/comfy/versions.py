@@ -62,8 +62,8 @@ def training_mode() -> Iterator[None]:
         yield
 
 
-def give_back_cast_buffers() -> None:
-    """Free what weights are cast into on their way to the device: newer versions keep it to a node's end."""
+def reset_cast_buffers() -> None:
+    """Free the buffers that newer versions cast weights into, and otherwise free when a node ends."""
     reset = getattr(comfy.model_management, "reset_cast_buffers", None)
     if reset is not None:
         reset()
@@ -84,4 +84,4 @@ def plain_kernels() -> dict[str, Callable[..., Any]]:
     return {name: vars(module)[name] for module in modules for name in public if name in vars(module)}
 
 
-__all__ = ["QuantizedTensor", "give_back_cast_buffers", "plain_kernels", "running_server", "training_mode"]
+__all__ = ["QuantizedTensor", "reset_cast_buffers", "plain_kernels", "running_server", "training_mode"]

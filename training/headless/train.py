@@ -16,7 +16,7 @@ from typing import Any
 
 from ..data.roots import resolve_dataset
 from ..job import DATASETS, Job, model_paths, read_job
-from .cards import choose_card
+from .gpu import choose_gpu
 from .server import (
     GRAFT,
     ComfyUIError,
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     comfyui = find_comfyui()
     _, _, number = job.device.partition(":")
     if number:
-        choose_card(int(number))
+        choose_gpu(int(number))
     with tempfile.TemporaryDirectory(prefix="graft-train-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")

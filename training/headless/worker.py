@@ -23,8 +23,8 @@ from .. import leftovers
 from ..job import read_job
 from ..job.graph import Prompt, of_kind
 from . import train
-from .cards import choose_card
 from .executor import Executor, set_up_comfyui
+from .gpu import choose_gpu
 from .server import find_comfyui, has_card
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if _place().rank == 0 else logging.WARNING, format="%(message)s")
     if args.end_with:
         threading.Thread(target=end_with, args=(args.end_with,), daemon=True).start()
-    choose_card(_place().local_rank)
+    choose_gpu(_place().local_rank)
     comfyui = find_comfyui()
     with leftovers.scratch_folder(leftovers.OF_WORKERS) as scratch:
         base = scratch.resolve()

@@ -36,7 +36,7 @@ class Compiled:
         """By path."""
 
     @contextmanager
-    def blocks(self, base: HeldBase, blocks: tuple[str, ...]) -> Iterator[None]:
+    def compile_blocks(self, base: HeldBase, blocks: tuple[str, ...]) -> Iterator[None]:
         """Compile every block whose path matches a glob in `blocks`, when it is first used.
 
         To be entered with the adapters attached, always the same. Raises RuntimeError where this Python or

@@ -148,8 +148,8 @@ class PinnedMemory:
         """Bytes."""
         self.rooms: list[Tensor] = []
         """What is left of each piece, as bytes."""
-        self.kept: dict[str, Packed] = {}
-        """Layer -> its weight in here, for whoever holds the same base again."""
+        self.weights: dict[str, Packed] = {}
+        """Layer -> its pinned weight, for the next time the same base is held."""
         self.taken = 0
         """Bytes."""
         self.is_full = False
@@ -184,14 +184,14 @@ class PinnedMemory:
         return not self.is_full
 
     def is_short(self) -> bool:
-        """Say whether the host has less memory left than is never pinned."""
+        """Return whether the host has less memory left than is never pinned."""
         free = free_bytes(torch.device("cpu"))
         return free is not None and free < HOST_RESERVE
 
     def release(self) -> None:
         """Give all of it back to the system; no tensor in it may be in use."""
         self.rooms.clear()
-        self.kept.clear()
+        self.weights.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             empty()

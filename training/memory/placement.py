@@ -72,11 +72,11 @@ class Placement:
         dtype: torch.dtype,
         most: int | None = None,
         *,
-        to_the_last: bool = False,
+        hard_limit: bool = False,
         compile: bool = False,
     ) -> None:
-        """Keep this process to `most` bytes of the device, as long as there is a plan that takes less, or
-        `to_the_last` one of them.
+        """Limit this process to `most` bytes of the device, as long as there is a plan that takes less; with
+        `hard_limit`, under the last plan too.
         """
         self.denoiser = denoiser
         self.adapters = adapters
@@ -84,14 +84,14 @@ class Placement:
         """What is left to try; the first one holds."""
         self.dtype = dtype
         self.most = most
-        self.to_the_last = to_the_last
+        self.hard_limit = hard_limit
         self.compile = compile
         """Whether the blocks are compiled; no longer once that has failed."""
         self.copies = False
         """Whether autograd keeps copies; once the network has changed in place what it kept."""
         self._held = ExitStack()
         self._pinned: PinnedMemory | None = None
-        """The offloaded base in host memory, which outlives giving the base back."""
+        """The offloaded base in host memory; it stays while the base is given back."""
         self._compiled = Compiled()
 
     @property
@@ -148,7 +148,7 @@ class Placement:
 
     def _hold(self) -> None:
         with ExitStack() as held:
-            most = self.most if len(self.plans) > 1 or self.to_the_last else None
+            most = self.most if len(self.plans) > 1 or self.hard_limit else None
             held.enter_context(limited_to(most, self.denoiser.device))
             self._pinned = self._pinned or PinnedMemory(self.plan.room.host)
             room = replace(self.plan.room, pinned=self._pinned)
@@ -156,7 +156,7 @@ class Placement:
             held.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
             if self.compile:
-                held.enter_context(self._compiled.blocks(base, units))
+                held.enter_context(self._compiled.compile_blocks(base, units))
             mode = self.plan.checkpointing
             held.enter_context(checkpointed(base.module, units, mode, copies=self.copies))
             self._held = held.pop_all()
@@ -187,7 +187,7 @@ class Placement:
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
-            more = ", raise budget gb" if self.to_the_last else ""
+            more = ", raise budget gb" if self.hard_limit else ""
             raise ValueError(
                 f"memory ran out with {self.plan}, which needs least of what the settings allow. In Memory "
                 f"Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'{more}; or train "

@@ -134,8 +134,8 @@ def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
     return int(config.budget_gb * GIB) if config.budget_gb else denoiser.free_bytes()
 
 
-def is_final(config: MemoryConfig) -> bool:
-    """Say whether the user fixed base, checkpointing and budget: then nothing may go beyond the budget."""
+def is_limit_hard(config: MemoryConfig) -> bool:
+    """Return whether the user fixed base, checkpointing and budget: no plan may then exceed the budget."""
     return bool(config.budget_gb) and len(candidates(config)) == 1
 
 

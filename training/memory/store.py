@@ -76,30 +76,30 @@ class Store:
     def _offloaded(self, path: str, block: str, weight: Packed) -> Fetch:
         ring = self.ring
         if ring is None:
-            host = self._as_kept(weight)
+            host = self._in_dtype(weight)
             return lambda dtype, device: moved(host, device).weight(dtype)
-        kept = self.pinned.kept.get(path) or self._pinned(path, self._as_kept(weight))
+        kept = self.pinned.weights.get(path) or self._pin(path, self._in_dtype(weight))
         keys, unpack = [(path, index) for index in range(len(kept.parts))], kept.unpack
         for key, part in zip(keys, kept.parts, strict=True):
             ring.add(key, part)
         self.sizes[block] = self.sizes.get(block, 0) + kept.nbytes
         ring.ahead = max(self.sizes.values())
-        return lambda dtype, device: unpack(self._copied(ring, path, keys), dtype).to(device)
+        return lambda dtype, device: unpack(self._copy(ring, path, keys), dtype).to(device)
 
-    def _as_kept(self, weight: Packed) -> Packed:
+    def _in_dtype(self, weight: Packed) -> Packed:
         return plain(weight.weight(self.dtype)) if _is_plain(weight) else weight
 
-    def _pinned(self, path: str, weight: Packed) -> Packed:
-        """Return a layer's host weight in pinned memory, which remembers it if it had room for all of it."""
+    def _pin(self, path: str, weight: Packed) -> Packed:
+        """Pin a layer's host weight, and record it if there was memory for all of it."""
         host = [part.cpu() for part in weight.parts]
         pinned = Packed(tuple(map(self.pinned.take, host)), weight.unpack)
         if all(there is not here for there, here in zip(pinned.parts, host, strict=True)):
-            self.pinned.kept[path] = pinned
+            self.pinned.weights[path] = pinned
         return pinned
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _copied(self, ring: Ring, path: str, keys: Sequence[Hashable]) -> Parts:
-        """Return a layer's weight on the device, copied now or for the fetch before this one."""
+    def _copy(self, ring: Ring, path: str, keys: Sequence[Hashable]) -> Parts:
+        """Return a layer's weight on the device, copied now or for the previous fetch."""
         if self.in_use[0] != path:
             self.in_use = "", ()
             self.in_use = path, tuple(ring.fetch(key) for key in keys)

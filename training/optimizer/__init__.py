@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..config import OptimizerConfig
 from ..packages import optional
 from ..state import Number, OptimizerState
-from .bits import without_waits_and_leaks
+from .bits import fix_waits_and_leaks
 from .extra import Lion, StableAdamW
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ def _bitsandbytes(name: str) -> Build:
         if "Lion" in name:
             del options["eps"]
         kind = getattr(_installed("bitsandbytes", config.name).optim, name)
-        return without_waits_and_leaks(kind)(groups, **options)  # type: ignore[no-any-return]
+        return fix_waits_and_leaks(kind)(groups, **options)  # type: ignore[no-any-return]
 
     return build
 

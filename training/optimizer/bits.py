@@ -1,7 +1,7 @@
-"""Two things that bitsandbytes' optimizers do and a long process cannot have, taken from them.
+"""Two fixes to bitsandbytes' optimizers.
 
-After every parameter they wait for the device, which only paged memory needs. And paged memory is taken from
-the system for good, so what one run had goes to the next that asks for as much.
+They wait for the device after every parameter, which only paged state needs. And they never free paged state,
+so a run reuses what an earlier one no longer needs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from ..forward import replaced
 
 _unused: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-"""Paged memory without an optimizer, by shape, dtype and device."""
+"""Paged state that no optimizer uses, by shape, dtype and device."""
 
 
-def without_waits_and_leaks(kind: Any) -> Any:
-    """Return the optimizer class without either."""
+def fix_waits_and_leaks(kind: Any) -> Any:
+    """Return a subclass of the optimizer class `kind` with both fixes."""
 
     class Optimizer(kind):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:

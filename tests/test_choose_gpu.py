@@ -1,4 +1,4 @@
-"""A process computes on the graphics card that it was given, and on no other."""
+"""A process computes on the GPU it was given, and on no other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from graft.training.headless import cards, train
-from graft.training.headless.cards import choose_card
+from graft.training.headless import gpu, train
+from graft.training.headless.gpu import choose_gpu
 from graft.training.job import compile_job
 
 from .test_job import document
@@ -20,7 +20,7 @@ def visible(monkeypatch):
     """Set what the process was given: `visible(cuda, hip)`."""
 
     def give(*values):
-        for name, value in zip(cards.VISIBLE, values, strict=True):
+        for name, value in zip(gpu.VISIBLE, values, strict=True):
             if value is None:
                 monkeypatch.delenv(name, raising=False)
             else:
@@ -41,28 +41,28 @@ def visible(monkeypatch):
         ("GPU-8f,GPU-9a", None, 1, "GPU-9a"),
     ],
 )
-def test_a_card_is_counted_among_those_that_are_visible_on_nvidia_and_amd(visible, cuda, hip, number, chosen):
+def test_a_gpu_is_counted_among_the_visible_ones_on_nvidia_and_amd(visible, cuda, hip, number, chosen):
     visible(cuda, hip)
-    choose_card(number)
-    assert [os.environ[name] for name in cards.VISIBLE] == [chosen, chosen]
+    choose_gpu(number)
+    assert [os.environ[name] for name in gpu.VISIBLE] == [chosen, chosen]
 
 
-def test_hidden_cards_stay_hidden(visible):
+def test_hidden_gpus_stay_hidden(visible):
     visible("", None)
-    choose_card(0)
+    choose_gpu(0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and "HIP_VISIBLE_DEVICES" not in os.environ
 
 
-def test_a_card_that_is_not_visible_is_refused(visible):
+def test_a_gpu_that_is_not_visible_is_refused(visible):
     visible("4,5", None)
-    with pytest.raises(ValueError, match="graphics card 3 is asked for, but 2 can be seen"):
-        choose_card(2)
+    with pytest.raises(ValueError, match="GPU 2 was asked for, but only 2 can be seen.*from 0 to 1"):
+        choose_gpu(2)
 
 
 @pytest.mark.parametrize(
     ("device", "chosen"), [(None, "2,3"), ("cuda", "2,3"), ("cuda:0", "2"), ("cuda:1", "3"), ("cpu", "2,3")]
 )
-def test_a_job_is_trained_on_the_visible_card_that_it_names(visible, monkeypatch, tmp_path, device, chosen):
+def test_a_job_is_trained_on_the_visible_gpu_it_names(visible, monkeypatch, tmp_path, device, chosen):
     seen = []
 
     @contextmanager
