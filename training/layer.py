@@ -77,7 +77,7 @@ class FrozenLayer:
         """Whether selective checkpointing keeps what it makes."""
 
     def lend_weight(self, other: FrozenLayer) -> Callable[[], None]:
-        """Fetch weight and bias as `other` does; return the function that lets go of them."""
+        """Fetch weight and bias as `other` does; return the function that lets go of both."""
         self.weight, self.bias = other.weight, other.bias
 
         def let_go() -> None:

@@ -15,10 +15,13 @@ from graft.tests.memory.helpers import measured, step_gradients
 from graft.training.adapters import select
 from graft.training.comfy.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
+from graft.training.loop import train
 from graft.training.memory import compiling
 from graft.training.memory.checkpointing import MODES
 from graft.training.memory.forecast import forecast
 from graft.training.memory.plan import Plan, fits_surely, predictor
+
+from .test_families import Samples
 
 CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 
@@ -56,6 +59,23 @@ def test_compiled_blocks_have_the_same_gradients(name, monkeypatch):
 
 UPPER_BOUNDS = ("hidream",)
 """Its experts are chosen by numbers: the forecast lets every expert see every token."""
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl"])
+def test_blocks_are_compiled_once_however_often_the_base_is_given_back(name, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+
+    def on_step(progress):
+        graphs.append(counters["stats"]["unique_graphs"])
+        with progress.base_given_back():
+            pass
+
+    config = replace(CONFIG, memory=MemoryConfig(dtype="fp32", compile=True))
+    train(ComfyDenoiser(TINY[name]()), Samples(TINY[name]), config, None, steps=3, on_step=on_step)
+    assert graphs[0] == graphs[-1] > 0
 
 
 counted = pytest.mark.skipif(PRETENDED, reason="there a view counts like a copy")

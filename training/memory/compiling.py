@@ -24,14 +24,15 @@ COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 
 
 class Compiled:
-    """The compiled blocks of one network: they are good for every time that it is held.
+    """The compiled blocks of one network; they serve every time it is held.
 
-    Compiled code is dropped with the objects that it was made for, so a layer is the same object every time.
+    Dynamo drops compiled code when the functions it was traced through are freed. So each module gets the
+    same function every time, and its layer the weight of the current hold.
     """
 
     def __init__(self) -> None:
-        self._layers: dict[str, tuple[FrozenLayer, Callable[..., Any]]] = {}
-        """By path: the layer, and what its module computes, with the adapter."""
+        self._forwards: dict[str, tuple[Callable[..., Any], FrozenLayer | None]] = {}
+        """Module path -> what it computes in place of its class's forward, and its layer."""
         self._blocks: dict[str, Callable[..., Any]] = {}
         """By path."""
 
@@ -39,14 +40,17 @@ class Compiled:
     def compile_blocks(self, base: HeldBase, blocks: tuple[str, ...]) -> Iterator[None]:
         """Compile every block whose path matches a glob in `blocks`, when it is first used.
 
-        To be entered with the adapters attached, always the same. Raises RuntimeError where this Python or
-        system cannot; that and what fails later is `is_compile_error`.
+        Enter it with the adapters attached, the same ones each time. Raises RuntimeError where this Python or
+        system cannot compile; `is_compile_error` recognizes that and later failures.
         """
+        layers = {layer.module: layer for layer in base.layers.values()}
         with ExitStack() as undo:
-            for path, layer in base.layers.items():
-                first, forward = self._layers.setdefault(path, (layer, layer.module.forward))
-                undo.callback(first.lend_weight(layer))
-                undo.callback(set_forward(layer.module, forward))
+            for path, module in base.module.named_modules():
+                if "forward" in vars(module):
+                    forward, layer = self._forwards.setdefault(path, (module.forward, layers.get(module)))
+                    undo.callback(set_forward(module, forward))
+                    if layer is not None:
+                        undo.callback(layer.lend_weight(layers[module]))
             for path, block in repeated_blocks(base.module, blocks).items():
                 if path not in self._blocks:
                     self._blocks[path] = torch.compile(_with_own_code(block.forward), backend=BACKEND)

@@ -208,6 +208,7 @@ class Placement:
         log.info("Graft: the network changes in place what its backward pass needs, so copies are kept.")
 
     def _drop_plan(self) -> None:
+        self._release_host()
         gc.collect()
         failed = self.plans.pop(0)
         log.warning("Graft: memory ran out with %s; going on with %s.", failed, self.plan)
