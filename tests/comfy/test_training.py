@@ -219,17 +219,18 @@ def test_comfyuis_deterministic_is_strict_while_training_and_nothing_changes_wit
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         return torch.are_deterministic_algorithms_enabled(), warns
 
-    assert mode() == (False, False)
-    with ComfyDenoiser(patcher).hold(torch.float32):
-        assert mode() == (False, False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = mode()
     try:
+        torch.use_deterministic_algorithms(False)
+        with ComfyDenoiser(patcher).hold(torch.float32):
+            assert mode() == (False, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         with ComfyDenoiser(patcher).hold(torch.float32):
             assert mode() == (True, False)
         assert mode() == (True, True)
         run(patcher, steps=2)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def test_cudnns_attention_is_left_out_while_the_base_is_held(patcher, monkeypatch):
