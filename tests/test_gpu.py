@@ -8,7 +8,6 @@ tests/comfy`, or cuda-dynamic for dynamic VRAM.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -30,7 +29,13 @@ from graft.training.memory.outlook import probe
 from graft.training.memory.plan import Plan, candidates, predictor
 from graft.training.model import Batch
 
+try:
+    import bitsandbytes
+except ImportError:
+    bitsandbytes = None
+
 pytestmark = pytest.mark.gpu
+eight_bit = pytest.mark.skipif(bitsandbytes is None, reason="needs bitsandbytes")
 
 CARD = torch.device("cuda", 0)
 CONFIG = replace(train_config(adapter_config("lora", targets="all", rank=16)), batch_size=4)
@@ -40,8 +45,7 @@ WIDE = adapter_config("lora", targets="all", rank=128)
 
 def needs_bitsandbytes(*values):
     """Mark parameters that are computed with bitsandbytes."""
-    missing = importlib.util.find_spec("bitsandbytes") is None
-    return pytest.param(*values, marks=pytest.mark.skipif(missing, reason="needs bitsandbytes"))
+    return pytest.param(*values, marks=eight_bit)
 
 
 class OnCard(TinyDenoiser):
@@ -126,8 +130,9 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(exact, optimizer):
     assert_equal(run(run(None, steps=2), steps=1), run(None, steps=3))
 
 
+@eight_bit
 def test_paged_memory_is_taken_once(exact):
-    pages = pytest.importorskip("bitsandbytes.functional").GlobalPageManager.get_instance().paged_tensors
+    pages = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
     config = replace(CONFIG, optimizer=OptimizerConfig(name="paged-adamw8bit"), adapter=WIDE)
     first = train(OnCard(), Large(), config, None, steps=2)
     gc.collect()
