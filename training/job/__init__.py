@@ -148,11 +148,13 @@ def compile_job(
 
 @contextmanager
 def _noted(refusals: list[str]) -> Iterator[None]:
-    """Note a ValueError and go on, so that one attempt names everything that a file cannot have."""
+    """Note an error and go on, so that one attempt names everything that a file cannot have."""
     try:
         yield
     except ValueError as error:
         refusals.append(shortened(str(error)))
+    except OSError as error:  # a path that no system takes
+        refusals.append(shortened(f"{error.filename}: {error.strerror}."))
 
 
 def _problems(refusals: Sequence[str]) -> ValueError:
