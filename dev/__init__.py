@@ -1,1 +1,1 @@
-"""What only maintainers run; not in the wheel."""
+"""Programs for those who maintain Graft. They are not installed with it."""
