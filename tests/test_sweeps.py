@@ -314,7 +314,8 @@ def write_output(folder):
     run = folder / "graft" / "sweep-0123"
     for place in (folder / "loras", run / "samples", run / "checkpoints" / "step-00000001"):
         place.mkdir(parents=True)
-    (folder / "loras" / "sweep.safetensors").write_bytes(b"weights")
+    made_at = {"made_at": str(folder)}
+    (folder / "loras" / "sweep.safetensors").write_bytes(bad_files.lora(metadata=made_at))
     for number in range(2):
         Image.new("RGB", (8, 8), "red").save(run / "samples" / f"step-00000000-{number}.png")
     (run / "log.csv").write_text("step,loss,lr,grad_norm,seconds\n1,0.5,0.1,2,9.9\n")
@@ -341,7 +342,7 @@ def test_what_a_kill_cost_is_seen(tmp_path):
     (run / "samples" / "step-00000000-1.png").write_bytes(
         (run / "samples" / "step-00000000-0.png").read_bytes()
     )
-    (tmp_path / "killed" / "output" / "loras" / "sweep.safetensors").write_bytes(b"others")
+    (tmp_path / "killed" / "output" / "loras" / "sweep.safetensors").write_bytes(bad_files.lora(layer="x"))
     assert lost() == ["differs: loras/sweep.safetensors"]
     (tmp_path / "killed" / "output" / "loras" / ".writing-1").touch()
     assert kills.leftovers(tmp_path / "killed") == ["output/loras/.writing-1"]

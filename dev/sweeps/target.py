@@ -289,7 +289,8 @@ def raw_tracebacks(log: str) -> list[str]:
     found = {}
     for block in BLOCK.finditer(log):
         ours = any(place in block["frames"] for place in OURS) or "(prompt_worker)" in block["frames"]
-        if ours and not block["chained"] and not is_for_people(block["error"]):
+        first = block["error"].startswith(("Exception in thread", "Exception ignored"))  # of another
+        if ours and not block["chained"] and not first and not is_for_people(block["error"]):
             found[block["error"]] = None
     return list(found)
 
