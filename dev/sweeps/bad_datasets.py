@@ -219,8 +219,8 @@ PICTURES: Mapping[str, Extra] = {
     "size of 2^31": picture(png(2**31 - 1, 2**31 - 1)),
     "size of nothing": picture(png(0, 64)),
     "size that its pixels have not": picture(png(512, 512)),
-    "text of 200 MB in it": picture(
-        png(64, 64, (b"zTXt", b"a\0\0" + zlib.compress(bytes(200 * MB)))), refused=None
+    "text of 100 MB in it": picture(
+        png(64, 64, (b"zTXt", b"a\0\0" + zlib.compress(bytes(100 * MB)))), refused=None
     ),
     "color profile of noise": picture(
         png(64, 64, (b"iCCP", b"a\0\0" + zlib.compress(b"noise" * 99))), refused=None
@@ -265,7 +265,7 @@ LATENTS: Mapping[str, Extra] = {
     "header of negative numbers": latents(latents=npy(FLOAT.format("(-16, 8, 8)"))),
     "header of deep brackets": latents(latents=npy("(" * 5000)),
     "header that is code": latents(latents=npy("__import__('os').mkdir('was-run')")),
-    "100 MB of zeros in 100 kB": latents(extra=np.zeros(100 * MB, np.uint8)),
+    "30 MB of zeros in 30 kB": latents(extra=np.zeros(30 * MB, np.uint8)),
 }
 DATASETS: Mapping[str, Extra] = {
     f"{kind}: {name}": extra

@@ -34,7 +34,7 @@ def with_dataset(key: str, value: str) -> str:
 
 
 BOMB = aliases()
-JOBS: Mapping[str, Maker] = {
+UNREADABLE: Mapping[str, Maker] = {
     "no bytes": b"",
     "a name that is not UTF-8": b"x",
     "a comment": "# nothing",
@@ -56,14 +56,17 @@ JOBS: Mapping[str, Maker] = {
     "a tag that nobody knows": "config: !nobody {a: 1}",
     "a bomb of aliases for train": BOMB + "\nconfig: {name: x, process: [{type: sd_trainer, train: *a39}]}\n",
     "a bomb of aliases for config": BOMB + "\nconfig: *a39\n",
-    "a bomb of aliases for a name": BOMB + "\nconfig: {name: *a39, process: []}\n",
     "keys that are merged": "a: &a {x: 1}\nb: &b {<<: *a}\nconfig: {<<: [*a, *b]}",
     "an alias of itself": "config: &a {name: x, process: [*a]}",
     "a key that is a list": "config: {[1, 2]: 3}",
     "a key twice": "config: {name: a, name: b}",
-    "10,000 unknown keys": json.dumps({"config": {f"key{n}": n for n in range(10_000)}}),
     "a day that does not exist": "config: {name: 2020-99-99, process: []}",
     "a number of 9,999 digits": with_value("train", "steps", "9" * 9999),
+}
+"""Files that are refused by their names."""
+UNREASONABLE: Mapping[str, Maker] = {
+    "a bomb of aliases for a name": BOMB + "\nconfig: {name: *a39, process: []}\n",
+    "10,000 unknown keys": json.dumps({"config": {f"key{n}": n for n in range(10_000)}}),
     "steps of infinity": with_value("train", "steps", ".inf"),
     "steps below 0": with_value("train", "steps", "-1"),
     "steps that are a list": with_value("train", "steps", "[1]"),
@@ -88,7 +91,9 @@ JOBS: Mapping[str, Maker] = {
     "a name of 10,000 letters": job("x" * 10_000),
     "a model elsewhere": job(model={"name_or_path": "/etc/passwd"}),
     "a model that is null": job(model=None),
-}  # fmt: skip
+}
+"""Files that are refused by what they ask for, or by their names."""
+JOBS: Mapping[str, Maker] = {**UNREADABLE, **UNREASONABLE}
 WORK = ("a name of 10,000 letters", "a name that leads out", "a model elsewhere", "a key twice")
 """Jobs that the node may hand on: what it does not use, or what Save LoRA and Load Base Model refuse."""
 

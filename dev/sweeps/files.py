@@ -198,7 +198,8 @@ def jobs() -> dict[str, Trial]:
         file = f"{file_name(name)}.yaml"
         graph = shown({"1": node("GraftTrainingJob", file=f"sweep/{file}")}, "1", 7)
         refused = None if name in bad_jobs.WORK else True
-        found[name] = Trial("input/sweep", partial(make, maker, file), graph, file, refused)
+        named = file if name in bad_jobs.UNREADABLE else ""
+        found[name] = Trial("input/sweep", partial(make, maker, file), graph, named, refused)
     return found
 
 
