@@ -94,8 +94,14 @@ UNREASONABLE: Mapping[str, Maker] = {
 }
 """Files that are refused by what they ask for, or by their names."""
 JOBS: Mapping[str, Maker] = {**UNREADABLE, **UNREASONABLE}
-WORK = ("a name of 10,000 letters", "a name that leads out", "a model elsewhere", "a key twice")
-"""Jobs that the node may hand on: what it does not use, or what Save LoRA and Load Base Model refuse."""
+WORK = (
+    "10 MB of text",
+    "a name of 10,000 letters",
+    "a name that leads out",
+    "a model elsewhere",
+    "a key twice",
+)
+"""Jobs that the node may hand on, as it does not use what is wrong, or that may take long to read."""
 
 STATES: Mapping[str, Callable[[Path], Any]] = {
     "no state.json": lambda folder: (folder / "state.json").unlink(),
