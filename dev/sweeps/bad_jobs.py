@@ -96,6 +96,7 @@ UNREASONABLE: Mapping[str, Maker] = {
 JOBS: Mapping[str, Maker] = {**UNREADABLE, **UNREASONABLE}
 WORK = (
     "10 MB of text",
+    "a rank of 2^70",
     "a name of 10,000 letters",
     "a name that leads out",
     "a model elsewhere",

@@ -11,7 +11,9 @@ import csv
 import json
 import random
 import shutil
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from PIL import Image
 
 from graft.training.whole_file import TEMPORARY
 
+from .files import prepare
 from .graphs import BASE, DATASET, ENCODE, LORA, SAVE, TRAIN, Prompt, node, part, write_pictures
 from .report import Case, Problem
 from .target import Stuck, Target
@@ -64,6 +67,7 @@ KILLER = '''
     counts, busy = dict.fromkeys(MOMENTS, 0), threading.local()
 
     def end():
+        os.remove(PLAN)
         os.kill(os.getpid(), getattr(signal, plan["signal"]))
 
     def watch(event, arguments):
@@ -116,6 +120,9 @@ def cases(place: Path, comfyui: Path, seed: int) -> Iterator[list[Case]]:
             name = f"chain {number}: {', '.join(map(str, chain))}"
             found.append(Case("kills", name, partial(killing.attempt, chain)))
         yield found
+        print(
+            "what became of the kills:", ", ".join(f"{count} {what}" for what, count in killing.came.items())
+        )
 
 
 def chains(draw: random.Random) -> list[list[Kill]]:
@@ -156,6 +163,7 @@ class Killing:
         code = KILLER.format(moments=dict(MOMENTS), plan=str(self.plan), counts=str(self.counts))
         self.target.add_node("killer", code)
         write_pictures(self.target.base / "input" / "tiny")
+        self.came: Counter[str] = Counter()
         self._undisturbed: dict[int, tuple[dict[str, Any], dict[str, int]]] = {}
 
     def __enter__(self) -> Killing:
@@ -171,9 +179,10 @@ class Killing:
     def undisturbed(self, gpus: int) -> tuple[dict[str, Any], dict[str, int]]:
         """Return what a run ends with that nobody disturbs, and how often each moment comes in it."""
         if gpus not in self._undisturbed:
-            self.complete(gpus)
-            shutil.rmtree(self.output)  # a first run makes the text encoder besides
-            self.complete(gpus)
+            prepare(self.target)  # the tiny base's text encoder, which is made once
+            shutil.rmtree(self.output)
+            if problems := self.complete(gpus):
+                raise RuntimeError(f"an undisturbed run goes wrong: {problems}")
             counts = json.loads(self.counts.read_text())
             self._undisturbed[gpus] = results(self.output), counts
         return self._undisturbed[gpus]
@@ -211,13 +220,13 @@ class Killing:
             _, answer = self.target.ask("/prompt", {"prompt": graph(gpus)})
             while process.poll() is None and not self.target.ask(f"/history/{answer['prompt_id']}")[1]:
                 time.sleep(0.1)
-            if process.poll() is None and kill.signal == "SIGKILL":
-                print(f"  {kill}: the moment did not come again", flush=True)
-                process.kill()
+        came = not self.plan.exists()
+        self.came["came in time" if came else "would have come after the end"] += 1
         try:
-            process.wait(ENDING_SECONDS)
-        except Exception:
-            return [Problem("hang", f"{kill}: not ended {ENDING_SECONDS:g} s after {kill.signal}")]
+            process.wait(ENDING_SECONDS if came else 0)
+        except subprocess.TimeoutExpired:
+            if came:
+                return [Problem("hang", f"{kill}: not ended {ENDING_SECONDS:g} s after {kill.signal}")]
         finally:
             self.target.stop()
         return [Problem("wrong", f"{kill}: outlives the server: {words}") for words in self.orphans()]

@@ -8,6 +8,7 @@ outside output/ and temp/.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +99,9 @@ def cases(place: Path, comfyui: Path, seed: int) -> Iterator[list[Case]]:
         (target.outside / "my_lora.safetensors").write_bytes(b"no weights")
         drawer = Attempts(target)
         yield [Case("prompts", f"prompt {n}", partial(drawer.attempt, f"{seed}/{n}")) for n in range(PROMPTS)]
+        print(
+            "how the prompts ended:", ", ".join(f"{count} {ended}" for ended, count in drawer.ended.items())
+        )
 
 
 class Attempts:
@@ -106,6 +110,7 @@ class Attempts:
     def __init__(self, target: Target) -> None:
         self.target, self.schemas = target, {}
         self.before: Any = None
+        self.ended: Counter[str] = Counter()
 
     def attempt(self, seed: str) -> list[Problem]:
         """Draw a prompt, queue it, and return what went wrong."""
@@ -118,6 +123,7 @@ class Attempts:
             ({}, {}, {"extra_pnginfo": draw.choice((None, [], [1], "x", 5, {"workflow": "x"}))})
         )
         outcome = self.target.attempt(graph, extra, patience=PATIENCE_SECONDS)
+        self.ended[outcome.ended] += 1
         problems = outcome.problems
         problems += [Problem("wrong", f"outside: {text}") for text in self.target.seen_outside()]
         after = self.files()
