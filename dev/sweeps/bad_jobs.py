@@ -97,6 +97,7 @@ JOBS: Mapping[str, Maker] = {**UNREADABLE, **UNREASONABLE}
 WORK = (
     "10 MB of text",
     "a rank of 2^70",
+    "a rate below 0",
     "a name of 10,000 letters",
     "a name that leads out",
     "a model elsewhere",

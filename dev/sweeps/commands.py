@@ -25,6 +25,7 @@ from graft.training import cli
 
 from .bad_files import BAD, MALFORMED, UNUSABLE, file_name, lora, put, witness
 from .report import Case, Problem
+from .target import BLOCK
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 BASE = DEMO / "base" / "graft_tiny_sd3.safetensors"
@@ -64,7 +65,7 @@ OPTIONS = {
     "clean --unused-days": ("clean", "FOLDER", "--unused-days"),
 }
 """Commands that lack the value of their last option."""
-NEVER = {"nan", "inf", "-inf", "1e400", "x", ""}
+NEVER = {"nan", "inf", "-inf", "1e400", "x"}
 """Values that no option of OPTIONS may take."""
 
 
@@ -129,7 +130,8 @@ def with_value(words: Sequence[str], value: str, place: Path) -> list[Problem]:
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         option = words[-1]
         ended, out = run_in(Path(scratch), [*words[:-1], f"{option}={value}"])
-        found = judge(ended, out, named=option.lstrip("-").replace("-", " ").split()[0], one_line=False)
+        word = option.lstrip("-").partition("-")[0] if value in NEVER else ""
+        found = judge(ended, out, named=word, one_line=False)
         if ended.code == 0 and value in NEVER:
             found.append(Problem("wrong", f"accepted: {ended.out.strip()[:200]}"))
         return found
@@ -187,8 +189,8 @@ def judge(ended: Ended, out: Path, *, named: str, one_line: bool = True) -> list
     lines = [line for line in ended.err.replace(named or "\0", "").splitlines() if line.strip()]
     if ended.code is None:
         return [Problem("hang", f"not ended after {SECONDS:g} s")]
-    if "Traceback (most recent call last)" in ended.err:
-        return [Problem("traceback", lines[-1])]
+    if errors := [block["error"] for block in BLOCK.finditer(ended.err)]:
+        return [Problem("traceback", errors[-1])]
     found = []
     if ended.code not in (0, 2):
         found.append(Problem("wrong", f"exit code {ended.code}: {ended.err.strip()[-200:]}"))

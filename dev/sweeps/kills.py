@@ -47,7 +47,7 @@ MOMENTS: Mapping[str, tuple[str, str]] = {
     "train": ("os.rename", r"/checkpoints/step-\d+/state\.json$"),
     "checkpoint": ("open", r"/checkpoints/"),
     "sample": ("os.rename", r"/samples/step-\d+-\d+\.png$"),
-    "save": ("open", r"/output/loras/"),
+    "save": ("os.rename", r"/output/loras/"),
     "gpus=2": ("open", r"/log\.jsonl$"),
 }
 """Moment -> what Python tells of what happens to which file."""
