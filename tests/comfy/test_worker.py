@@ -140,6 +140,17 @@ def test_processes_of_a_server_that_is_killed_save_and_end(comfyui, job, tmp_pat
     assert not list(tmp_path.glob("graft-*"))
 
 
+def test_a_process_that_would_train_another_run_than_the_server_shows_ends_before_its_first_step(monkeypatch):
+    monkeypatch.setattr(workers, "_last", None)
+    monkeypatch.setattr(workers, "_run", None)
+    workers.require_same_run("7", "rex-01")
+    workers.end_with("7", "rex-01")
+    workers.require_same_run("7", "rex-01")
+    workers.require_same_run("5", "stage-one-01")  # before it in the graph
+    with pytest.raises(ValueError, match="would train rex-02, and ComfyUI shows rex-01"):
+        workers.require_same_run("7", "rex-02")
+
+
 def steps_in(base):
     return [line for path in (base / "output" / "graft").glob("job-*/log.jsonl") for line in read_log(path)]
 

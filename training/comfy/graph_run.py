@@ -103,6 +103,7 @@ class GraphRun:
 
         Raises what `run.execute` and `workers.train` raise.
         """
+        workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
             return handed_on(Run(self.folder), self.start, self.last, self.config)
         with session(

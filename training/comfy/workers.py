@@ -37,6 +37,8 @@ TORCHRUN = re.compile(r"^Traceback .*\n.*_run_module_as_main", re.MULTILINE)
 
 _last: str | None = None
 """In one of the processes, the Train Steps that they were started for."""
+_run: str | None = None
+"""In one of the processes, the name of the folder in which the server that started them keeps its run."""
 
 
 def train(
@@ -66,7 +68,7 @@ def train(
     with scratch_folder(FOR_WORKERS) as scratch:
         graph, words = scratch / "graph.json", scratch / "words.log"
         graph.write_text(json.dumps(prompt), encoding="utf-8")
-        with words.open("wb") as output, _started(graph, node, count, output) as process:
+        with words.open("wb") as output, _started(graph, node, run, count, output) as process:
             finished = _follow(run, process, on_step, found.step if found else first, last)
         if process.returncode and not finished:
             said = _errors_in(words.read_text(encoding="utf-8", errors="replace"))
@@ -79,10 +81,23 @@ def train(
     return reached.step - first
 
 
-def end_with(node: str | None) -> None:
-    """Have this process, one of several, end with a Train Steps; None: each one of the graph is trained."""
-    global _last
-    _last = node
+def end_with(node: str | None, run: str | None = None) -> None:
+    """Have this process, one of several, end with a Train Steps, which trains in a folder of the name `run`.
+
+    None: each one of the graph is trained.
+    """
+    global _last, _run
+    _last, _run = node, run
+
+
+def require_same_run(node: str | None, run: str) -> None:
+    """Raise ValueError where this process would train another run than the server that started it shows."""
+    if _run is not None and node == _last and run != _run:
+        raise ValueError(
+            f"this process would train {run}, and ComfyUI shows {_run}: they see other weights, pictures or "
+            "settings. Queue the graph again if a file was changed meanwhile; otherwise set gpus to 1, and "
+            "please report it."
+        )
 
 
 def trained_before(node: str | None) -> bool:
@@ -133,12 +148,12 @@ def _elsewhere() -> TrainState:
 
 
 @contextmanager
-def _started(graph: Path, node: str, count: int, words: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _started(graph: Path, node: str, run: Run, count: int, words: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Start the processes; when the context is left, ask those that are still there to save and end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     options = json.dumps(sys.argv[1:])
     command += [str(LAUNCH), "worker", str(graph), "--until", node, "--comfyui-options", options]
-    command += ["--end-with", str(os.getpid())]
+    command += ["--folder", run.folder.name, "--end-with", str(os.getpid())]
     environment = {**os.environ, "COMFYUI_PATH": str(Path(folder_paths.__file__).parent)}
     process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, env=environment)
     try:

@@ -43,6 +43,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--comfyui-options", default="[]", metavar="JSON", help="ComfyUI's own options for a .json graph"
     )
     parser.add_argument(
+        "--folder", metavar="NAME", help="the name of the folder of the run that is to be trained"
+    )
+    parser.add_argument(
         "--end-with", type=int, metavar="PID", help="save and end as soon as this process has ended"
     )
 
@@ -63,16 +66,16 @@ def run(args: argparse.Namespace) -> int:
         folder_paths.set_temp_directory(str(base / "temp"))
         with together() as device:
             log.info("Graft: process %d of %d, on %s.", _place().rank + 1, _place().world, device)
-            execute(Executor(prompt, extra), prompt, args.until)
+            execute(Executor(prompt, extra), prompt, args.until, args.folder)
     return 0
 
 
-def execute(executor: Executor, prompt: Prompt, last: str | None) -> None:
+def execute(executor: Executor, prompt: Prompt, last: str | None, run: str | None = None) -> None:
     """Execute a graph up to the Train Steps `last`, or all of it; rank 0's part is more than the others'."""
     from .. import distributed
     from ..comfy import workers
 
-    workers.end_with(last)
+    workers.end_with(last, run)
     encoders = of_kind(prompt, "GraftEncodeDataset")
     if _place().local_rank == 0 and encoders:
         executor.run(encoders)  # into the cache, where the others of this machine find it
