@@ -178,6 +178,13 @@ def test_the_trigger_word_is_the_only_tag_that_model_browsers_find(dataset):
     assert "trained_words" not in without and "ss_tag_frequency" not in without
 
 
+@pytest.mark.parametrize("said", ["[" * 100_000, "{", "1", '{"cat": 3}', '{"cat": {}}'])
+def test_a_state_with_an_unreadable_note_on_its_folders_is_saved_with_its_trigger_words(said):
+    found = lora_metadata(state({"ss_dataset_dirs": said}), FAMILIES["SD3"], title="cat", trigger="zkw cat")
+    assert json.loads(found["ss_tag_frequency"]) == {"images": {"zkw cat": 1}}
+    assert found["ss_dataset_dirs"] == said
+
+
 def test_epochs_count_the_batches_of_accumulated_steps():
     notes = {"ss_num_batches_per_epoch": "10", "ss_gradient_accumulation_steps": "4"}
     trained = replace(state(notes), step=100)

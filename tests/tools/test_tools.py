@@ -12,7 +12,7 @@ from graft.training.tools.convert import convert
 from graft.training.tools.extract import extract
 from graft.training.tools.inspect import inspect, text
 from graft.training.tools.low_rank import best_factors, best_of_product
-from graft.training.tools.merge import AlreadyMerged, merge_files, merged_weight
+from graft.training.tools.merge import METADATA, AlreadyMerged, merge_files, merged_weight
 from graft.training.tools.resize import resize
 
 from .files import NAMES, PREFIX, checkpoint, lora_file, lora_path, lora_tensors, weight_differences
@@ -77,6 +77,15 @@ def test_a_checkpoint_remembers_what_was_merged_into_it(tmp_path):
     with pytest.raises(AlreadyMerged, match="already merged"):
         merge_files(base, [(lora, 1.0), (renamed, 1.0)], tmp_path / "twice.safetensors")
     assert not (tmp_path / "twice.safetensors").exists()
+
+
+@pytest.mark.parametrize("history", ["[" * 100_000, "[{", "{}", "[1]", '[{"file": "a"}]', "null"])
+def test_a_checkpoint_with_an_unreadable_merge_history_is_refused_by_name(tmp_path, history):
+    base = tmp_path / "base.safetensors"
+    save_file(checkpoint(), base, {METADATA: history})
+    with pytest.raises(ValueError, match=f"base.safetensors: {METADATA} in its metadata should list"):
+        merge_files(base, [(lora_path(tmp_path), 1.0)], tmp_path / "merged.safetensors")
+    assert not (tmp_path / "merged.safetensors").exists()
 
 
 def test_a_weight_of_eight_bits_is_not_merged_into(tmp_path):

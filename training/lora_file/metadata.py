@@ -25,6 +25,7 @@ from torch import Tensor
 from ..config import TrainConfig, digest, to_dict
 from ..data.batch import EncodedDataset
 from ..family import Family
+from ..input_file import parse_json
 from ..model import Sampling
 from ..objective.sigmas import is_flow
 from ..state import TrainState
@@ -241,8 +242,12 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
 
 def _tag_frequency(notes: Mapping[str, str], words: list[str]) -> dict[str, dict[str, int]]:
     """Return the trigger words alone: readers list every tag they find here as a word that calls the LoRA."""
-    folders = json.loads(notes.get("ss_dataset_dirs", "{}")) or {"images": {"img_count": 1}}
-    return {title: dict.fromkeys(words, folder["img_count"]) for title, folder in folders.items()}
+    try:
+        folders = parse_json(notes.get("ss_dataset_dirs", "{}"))
+        counts = {title: folder["img_count"] for title, folder in folders.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):  # another program's, which stay as they are
+        counts = {}
+    return {title: dict.fromkeys(words, count) for title, count in (counts or {"images": 1}).items()}
 
 
 def _is_v(sampling: Sampling) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.dora import EPS, column_lengths
+from ..input_file import parse_json
 from ..lora_file import LoraFile, LoraLayer, read_lora
 from ..lora_file.match import IGNORED, NO_LAYER, Matched, WholeLayer
 from ..lora_file.names import Shapes
@@ -58,7 +59,7 @@ def merge_files(
     check_output(output, [base, *(path for path, _ in loras)])
     weights = TensorFile(base)
     shapes = {key: entry.shape for key, entry in weights.entries.items()}
-    history = json.loads(weights.metadata.get(METADATA, "[]"))
+    history = _history_of(weights.metadata, base.name)
     changes: dict[str, list[Change]] = {}
     report = []
     for path, strength in loras:
@@ -100,6 +101,21 @@ def merge_files(
     metadata = {**weights.metadata, METADATA: json.dumps(history)}
     write_streaming(output, weights.entries, content, metadata)
     return "\n".join([*report, f"{output.name}: {output.stat().st_size / 1e9:.2f} GB"])
+
+
+def _history_of(metadata: Mapping[str, str], base: str) -> list[dict[str, Any]]:
+    """Return the LoRAs that a checkpoint's metadata list as merged. Raises ValueError for any other value."""
+    text = metadata.get(METADATA, "[]")
+    try:
+        history = parse_json(text)
+        if not isinstance(history, list) or not all(isinstance(e, dict) and "digest" in e for e in history):
+            raise ValueError("not a list of entries with a digest")
+    except ValueError as error:
+        raise ValueError(
+            f"{base}: {METADATA} in its metadata should list the LoRAs merged before, but is {text[:60]!r} "
+            f"({error}). Choose the checkpoint as it was before merging, or remove {METADATA}."
+        ) from error
+    return history
 
 
 def check_strength(strength: float) -> None:
