@@ -112,7 +112,7 @@ class Missing:
 
 
 _DIFFUSERS = "diffusers *"
-_KOHYA = "ComfyUI (kohya)"
+_KOHYA, _PEFT = "ComfyUI (kohya)", "diffusers (PEFT)"
 _EVERY_LAYER = ("LoCon", "Tucker", "everything")
 """Cases of plain LoRA with layers outside the blocks."""
 MISSING = (
@@ -138,9 +138,29 @@ MISSING = (
             "ComfyUI *",
             "ComfyUI does not know what diffusers calls the layers of U-Nets and Lumina 2",
             family=family,
-            format="diffusers (PEFT)",
+            format=_PEFT,
         )
         for family in ("SD1.5", "SDXL", "Lumina2")
+    ),
+    *(
+        Missing(
+            "ComfyUI *",
+            "ComfyUI knows what diffusers calls the layers of Flux.2 and Chroma within the blocks only",
+            family=family,
+            case=case,
+            format=_PEFT,
+        )
+        for family in ("Flux.2", "Klein", "Chroma")
+        for case in _EVERY_LAYER
+    ),
+    *(
+        Missing(
+            "ComfyUI 0.3.*",
+            "ComfyUI 0.3 does not know what diffusers calls Flux.2's MLPs and single blocks",
+            family=family,
+            format=_PEFT,
+        )
+        for family in ("Flux.2", "Klein")
     ),
     *(
         Missing(

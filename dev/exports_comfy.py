@@ -159,7 +159,8 @@ def model_of(family: str) -> tuple[Any, Any]:
 def weights_of(patcher: Any, clip: Any) -> dict[str, torch.Tensor]:
     """Return all tensors of the network and the text encoders by the names that checkpoints have for them."""
     network = patcher.get_model_object(NETWORK).state_dict()
-    found = {re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", name): t for name, t in network.items()}
+    scales = r"(query_norm|key_norm|distilled_guidance_layer\.norms\.\d+)\.weight$"
+    found = {re.sub(scales, r"\1.scale", name): tensor for name, tensor in network.items()}
     if clip is not None:
         found |= {TEXT + name: tensor for name, tensor in clip.cond_stage_model.state_dict().items()}
     return {name: tensor.float().contiguous().clone() for name, tensor in found.items()}

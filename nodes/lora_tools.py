@@ -233,9 +233,9 @@ class ConvertLora(_ReadsFiles):
                     "layout",
                     options=list(LAYOUTS),
                     default=LAYOUTS[0],
-                    tooltip="kohya: ComfyUI, Forge, sd-scripts. native: ComfyUI and ai-toolkit; of Flux.2, "
-                    "Qwen-Image, HiDream and Z-Image also diffusers. peft: PEFT on the original model. "
-                    "diffusers: diffusers.",
+                    tooltip="kohya: ComfyUI, Forge, sd-scripts. native: ComfyUI and ai-toolkit; of "
+                    "Qwen-Image, HiDream and Z-Image also diffusers, of Flux.2 within the blocks. peft: PEFT "
+                    "on the original model. diffusers: diffusers.",
                 ),
                 _dtype((AS_IT_IS, *DTYPES)),
                 _model_file(

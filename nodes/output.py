@@ -59,9 +59,10 @@ class SaveLora(Node):
                     default=next(iter(FILE_FORMATS)),
                     optional=True,
                     tooltip="How the file names the layers. ComfyUI's names load in ComfyUI, Forge and "
-                    "sd-scripts; of SDXL, Flux, Flux.2, Qwen-Image, HiDream and Z-Image also in diffusers. "
-                    "ComfyUI does not read diffusers' names of SD1.5, SD2, SDXL and Lumina 2: those files go "
-                    "to output/diffusers, where Load LoRA does not list them.",
+                    "sd-scripts; of SDXL, Qwen-Image, HiDream and Z-Image also in diffusers, of Flux, Flux.2 "
+                    "and Chroma if trained with targets attn or attn-mlp. ComfyUI does not read all of "
+                    "diffusers' names of SD1.5, SD2, SDXL, Lumina 2, Flux.2 and Chroma: those files go to "
+                    "output/diffusers, where Load LoRA does not list them.",
                 ),
                 io.String.Input(
                     "trigger",

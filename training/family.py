@@ -48,7 +48,8 @@ class Family:
     patch: int = 2
     """Latent cells per token along one side."""
     key_prefix: str = "lora_unet_"
-    """Prefix of kohya keys; an empty one writes "diffusion_model.<path>" keys."""
+    """Prefix of the keys of "lora_down" and "lora_up"; an empty one writes "diffusion_model.<path>" keys, of
+    "lora_A" and "lora_B" where `export` is set."""
     network_module: str = "networks.lora"
     """ss_network_module of a plain LoRA: the sd-scripts module that loads it."""
     implementation: str = "https://github.com/Comfy-Org/ComfyUI"
@@ -320,8 +321,8 @@ FAMILIES: Mapping[str, Family] = {
         resolution_shift="none",
         guidance=None,
         cfg=4.0,
-        key_prefix="",
-        export="",
+        key_prefix="diffusion_model.",
+        export="chroma",
     ),
     "Lumina2": _LUMINA2,
     "ZImage": replace(

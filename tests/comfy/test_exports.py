@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from graft.dev import exports, exports_comfy
 
-CASES = ["Flux/LoRA attn", "Flux/DoRA", "SD3.5M/text LoRA"]
+CASES = ["Flux/LoRA attn", "Flux/DoRA", "SD3.5M/text LoRA", "Flux.2/LoCon", "Chroma/LoCon"]
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,14 @@ def one(files, dtype="fp32"):
 
 def test_comfyui_loads_what_was_trained(written):
     out, files = written
-    results = list(exports_comfy.read(out, files, "ComfyUI"))
+    results = list(exports_comfy.read(out, files, "ComfyUI 1"))
     assert {(result.file.family, result.file.case) for result in results} == {
         tuple(case.split("/")) for case in CASES
     }
     assert not exports.faults(results)
-    assert all(result.layers and result.ratio == pytest.approx(1.0, abs=2e-3) for result in results)
+    assert all(result.layers for result in results)
+    expected = [result for result in results if not exports.reason(result)]
+    assert all(result.ratio == pytest.approx(1.0, abs=2e-3) for result in expected)
 
 
 def test_diffusers_loads_what_was_trained(written):
@@ -39,7 +41,8 @@ def test_diffusers_loads_what_was_trained(written):
     out, files = written
     results = list(exports_diffusers.read(out, files, f"diffusers {exports_diffusers.version}"))
     assert not exports.faults(results)
-    assert sum(result.sound for result in results) >= 4
+    sound = {result.file.family for result in results if result.sound}
+    assert sound == {"Flux", "SD3.5M", "Flux.2", "Chroma"}
 
 
 @pytest.mark.parametrize("dtype", exports.DTYPES)

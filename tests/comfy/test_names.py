@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from graft.dev import exports_comfy
 from graft.tests.comfy.test_text_encoders import clip_of
 from graft.tests.comfy.tiny_models import SIBLINGS, TINY
 from graft.tests.comfy.tiny_others import OTHERS
@@ -115,8 +116,8 @@ LAYOUTS = {
     "sdxl": ("lora_unet_down", "lycoris_", "unet."),
     "sd35m": ("transformer.", "base_model.model.", "lora_transformer_", "lycoris_"),
     "flux": ("transformer.", "lora_transformer_", "lycoris_", "diffusion_model.single_blocks"),
-    "flux2": ("transformer.", "lycoris_"),
-    "chroma": ("transformer.",),
+    "flux2": ("transformer.", "lycoris_", "diffusion_model."),
+    "chroma": ("transformer.", "diffusion_model."),
     "zimage": ("diffusion_model.layers", "lycoris_"),
     "lumina2": ("diffusion_model.layers", "lycoris_"),
     "qwen": ("transformer.", "transformer_blocks.", "lycoris_"),
@@ -226,20 +227,19 @@ def test_no_network_of_comfyuis_is_taken_for_one_in_diffusers_names(tables):
     assert in_diffusers_names(("single_transformer_blocks.0.attn.to_q", "x_embedder"))
 
 
-@pytest.mark.parametrize("family", ["sd15", "sdxl", "lumina2"])
+@pytest.mark.parametrize("family", ["SD1.5", "SDXL", "Lumina2", "Flux.2", "Klein", "Chroma"])
 def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whole(
     tmp_path, family, monkeypatch
 ):
-    patcher = MODELS[family]()
+    patcher = exports_comfy.FAMILIES[family]()
     denoiser, state = ComfyDenoiser(patcher), patcher.model.state_dict()
-    fresh = initial_state(denoiser, TrainConfig(adapter=AdapterConfig(rank=2, targets="attn-mlp")))
+    fresh = initial_state(denoiser, TrainConfig(adapter=AdapterConfig(rank=2, targets="linear")))
     weights = {name: torch.randn(tensor.shape) for name, tensor in fresh.weights.items()}
     trained = replace(fresh, weights=weights)
-    exported = replace(denoiser.family, export={"lumina2": "lumina2"}.get(family, "unet1"))  # tiny: one block
     lora, base = tmp_path / "lora.safetensors", tmp_path / "base.safetensors"
-    tensors = diffusers_tensors(trained, exported, torch.float32)
+    tensors = diffusers_tensors(trained, denoiser.family, torch.float32)
     unread = {split_key(key)[0] for key in tensors} - loaders(patcher.model, shapes_of(patcher.model)).keys()
-    assert unread and not comfy_reads("diffusers (PEFT)", exported)
+    assert unread and not comfy_reads("diffusers (PEFT)", denoiser.family)
     save_file(tensors, lora)
     save_file({k: t.contiguous() for k, t in state.items() if k.startswith("diffusion_model.")}, base)
     expected = patched(patcher, lora_tensors(trained, denoiser.family))

@@ -221,7 +221,15 @@ def test_half_a_letter_in_the_trigger_is_refused(execute):
 
 
 @pytest.mark.parametrize(
-    "row, folder", [("SDXL", "diffusers"), ("Lumina2", "diffusers"), ("ZImage", "loras")]
+    "row, folder",
+    [
+        ("SDXL", "diffusers"),
+        ("Lumina2", "diffusers"),
+        ("ZImage", "loras"),
+        ("Flux", "loras"),
+        ("Flux2", "diffusers"),
+        ("Chroma", "diffusers"),
+    ],
 )
 def test_a_diffusers_file_lies_where_load_lora_lists_it_only_if_comfyui_reads_its_names(base, row, folder):
     family = FAMILIES[row]
@@ -229,7 +237,7 @@ def test_a_diffusers_file_lies_where_load_lora_lists_it_only_if_comfyui_reads_it
         "SDXL": "middle_block.1.transformer_blocks.0.attn1.to_q",
         "Lumina2": "layers.0.attention.out",
         "ZImage": "layers.0.attention.out",
-    }[row]
+    }.get(row, "double_blocks.0.img_attn.proj")
     weights = {f"{path}.down": torch.ones(2, 8), f"{path}.up": torch.ones(8, 2)}
     state = TrainState(1, AdapterConfig(rank=2), "", weights, family=family.name)
     handle = save_state(state, paths.state_folder(f"diffusers {row}"))

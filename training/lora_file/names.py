@@ -372,6 +372,13 @@ _FLUX = {
     r"guidance_in\.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
     r"guidance_in\.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
 }
+_CHROMA = {
+    **_FLUX,
+    r"distilled_guidance_layer\.in_proj": ("distilled_guidance_layer.in_proj",),
+    r"distilled_guidance_layer\.out_proj": ("distilled_guidance_layer.out_proj",),
+    r"distilled_guidance_layer\.layers\.(\d+)\.in_layer": (r"distilled_guidance_layer.layers.\1.linear_1",),
+    r"distilled_guidance_layer\.layers\.(\d+)\.out_layer": (r"distilled_guidance_layer.layers.\1.linear_2",),
+}
 _FLUX2 = {
     **_FLUX_BLOCKS,
     r"double_blocks\.(\d+)\.img_mlp\.0": (r"transformer_blocks.\1.ff.linear_in",),
@@ -480,7 +487,8 @@ _KREA2 = {
 }
 
 
-_flux, _sd3, _lumina2 = _by_rules(_FLUX), _by_rules(_SD3), _by_rules(_LUMINA2)
+_flux, _chroma, _flux2 = _by_rules(_FLUX), _by_rules(_CHROMA), _by_rules(_FLUX2)
+_sd3, _lumina2 = _by_rules(_SD3), _by_rules(_LUMINA2)
 
 
 def _z_image(path: str, shape: Shape) -> Iterable[Part]:
@@ -490,7 +498,7 @@ def _z_image(path: str, shape: Shape) -> Iterable[Part]:
     return _by_rules(_Z_IMAGE)(path, shape)
 
 
-def _flux2(path: str, shape: Shape) -> Iterable[Part]:
+def _flux2_as_flux(path: str, shape: Shape) -> Iterable[Part]:
     """Flux.1's names, which ComfyUI reads for Flux.2 too; its MLP has a gate, so that part is left out."""
     return [part for part in _flux(path, shape) if not part.name.endswith("proj_mlp")]
 
@@ -604,6 +612,7 @@ def _unet_row(residual_blocks: int, *signs: str) -> Architecture:
 
 
 _TRANSFORMER = ("transformer.", "lora_transformer_", "lycoris_")
+_FLUX_SPELLINGS = (Spelling(_flux2), Spelling(_flux, _TRANSFORMER), Spelling(_linear1_qkv, (COMFY,)))
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "krea2": Architecture(("txtfusion.*",), (Spelling(_by_rules(_KREA2)), Spelling(_krea2_out))),
@@ -611,16 +620,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan_3d": Architecture(("latent_in*",)),
     "flux2": Architecture(
         ("double_stream_modulation_img.*",),
-        (Spelling(_by_rules(_FLUX2)), Spelling(_flux2, _TRANSFORMER), Spelling(_linear1_qkv, (COMFY,))),
-        diffusers=COMFY,
+        (Spelling(_flux2), Spelling(_flux2_as_flux, _TRANSFORMER), Spelling(_linear1_qkv, (COMFY,))),
+        diffusers="transformer.",
+        diffusers_names=_flux2,
+    ),
+    "chroma": Architecture(
+        ("distilled_guidance_layer.layers.*.in_layer",),
+        (Spelling(_chroma), *_FLUX_SPELLINGS),
+        diffusers="transformer.",
+        diffusers_names=_chroma,
     ),
     "flux": Architecture(
         ("double_blocks.*.img_attn.*", "single_blocks.*.linear1"),
-        (
-            Spelling(_by_rules(_FLUX2)),
-            Spelling(_flux, _TRANSFORMER),
-            Spelling(_linear1_qkv, (COMFY,)),
-        ),
+        _FLUX_SPELLINGS,
         diffusers="transformer.",
         diffusers_names=_flux,
     ),
@@ -679,7 +691,7 @@ def _flat(pattern: str, template: str) -> str:
 
 _RULES = [
     (pattern, template)
-    for rules in (_SD3, _FLUX, _FLUX2, _Z_IMAGE, _LUMINA2, _AURA_FLOW, _PIXART, _KREA2)
+    for rules in (_SD3, _FLUX, _CHROMA, _FLUX2, _Z_IMAGE, _LUMINA2, _AURA_FLOW, _PIXART, _KREA2)
     for pattern, templates in rules.items()
     for template in templates
     if pattern.replace("\\", "") != template
