@@ -358,6 +358,13 @@ def test_other_methods_of_such_a_family_keep_what_comfyui_reads(row):
     assert sorted(tensors) == [f"diffusion_model.{path}.{suffix}" for suffix in suffixes]
 
 
+def test_chroma_keeps_down_up_and_alpha_which_comfyui_and_diffusers_read_under_comfyuis_names():
+    path = "double_blocks.0.img_attn.qkv"
+    suffixes = ("alpha", "lora_down.weight", "lora_up.weight")
+    tensors = lora_tensors(trained(path), FAMILIES["Chroma"])
+    assert sorted(tensors) == [f"diffusion_model.{path}.{suffix}" for suffix in suffixes]
+
+
 def test_lumina_2s_fewer_keys_than_queries_are_not_split_for_comfyui_and_right_for_diffusers():
     layers = {"layers.0.attention.qkv": {DOWN: torch.randn(2, 8), UP: torch.randn(16, 2)}}
     found = deltas(to_diffusers(layers, FAMILIES["Lumina2"]))
