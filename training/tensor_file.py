@@ -53,8 +53,11 @@ class TensorFile(Mapping[str, Tensor]):
         header, body, end = _header(path, largest_header)
         try:
             metadata = header.pop("__metadata__", {})
-            require(all(isinstance(value, str) for value in metadata.values()), "metadata that is no text")
+            is_text = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+            require(is_text, "metadata that are not names with texts")
             self.metadata: dict[str, str] = metadata
+            unprintable = [ascii(name) for name in header if not name.isprintable()]
+            require(not unprintable, f"names that cannot be printed, as {', '.join(unprintable[:1])}")
             self.entries = {name: _entry(name, values, body) for name, values in header.items()}
             at = body
             for entry in sorted(self.entries.values(), key=lambda entry: (entry.start, entry.size)):

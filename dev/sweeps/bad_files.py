@@ -186,7 +186,7 @@ UNUSABLE: Mapping[str, Maker] = {
     "alpha of infinity": lora(alpha=floats(INFINITE)),
     "alpha of three numbers": lora(alpha=floats(1.0, 3)),
     "rank 0": lora(floats(0, 0, 256), floats(0, 768, 0)),
-    "five dimensions": lora(floats(1, 4, 256, 1, 1, 1), floats(1, 768, 4, 1, 1, 1)),
+    "five dimensions": lora(floats(1, 4, 256, 1, 1, 2), floats(1, 768, 4, 1, 1, 1)),
     "shapes that fit no layer": lora(floats(1, 1, 2), floats(1, 2, 1)),
     "ranks that disagree": lora(floats(1, 3, 256)),
     "up without down": lora(down=False),

@@ -191,10 +191,84 @@ def test_clean_refuses_a_folder_that_holds_nothing_of_graft(tmp_path, capsys):
     assert main(["clean", str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize(("option", "value"), [("card", "lots"), ("resolution", "big")])
+@pytest.mark.parametrize("days", ["nan", "inf", "-1"])
+def test_clean_refuses_days_that_are_none_before_it_looks_at_the_folder(days, tmp_path, capsys):
+    assert main(["clean", str(tmp_path), "--unused-days", days]) == 2
+    assert "unused-days: " in capsys.readouterr().err
+
+
+def raw_file(path, header):
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"__metadata__": ["kohya"]}, "metadata that are not names with texts"),
+        (
+            {"a\x1b[2Jb": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}},
+            "names that cannot be printed",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "convert", "resize"])
+def test_a_header_that_no_program_writes_is_one_line(command, header, message, tmp_path, capsys):
+    file = raw_file(tmp_path / "odd.safetensors", header)
+    output = ["-o", str(tmp_path / "out.safetensors")] if command != "inspect" else []
+    assert main([command, file, *output, *(["--rank", "1"] if command == "resize" else [])]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and said.removesuffix("\n").isprintable()
+
+
+def test_a_link_to_itself_is_one_line(at, capsys):
+    os.symlink(at("loop"), at("loop"))
+    assert main(["convert", at("loop"), "-o", at("out")]) == 2
+    said = capsys.readouterr().err
+    assert "loop.safetensors" in said and said.count("\n") == 1
+
+
+def test_a_difference_too_large_to_resize_is_named_with_its_layer(at, capsys):
+    tensors = {key: 1e30 * tensor for key, tensor in lora_tensors().items()}
+    save_file(tensors, at("large"))
+    assert main(["resize", at("large"), "-o", at("out"), "--rank", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "large.safetensors: lora_" in said and "infinite numbers or NaN" in said
+
+
+def test_half_a_letter_in_metadata_is_written_as_its_code(at):
+    header = {"__metadata__": {"ss_tag_frequency": "\ud800"}}
+    for key, tensor in lora_tensors().items():
+        first = sum(
+            entry["data_offsets"][1] - entry["data_offsets"][0] for entry in list(header.values())[1:]
+        )
+        span = [first, first + 4 * tensor.numel()]
+        header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header).encode()
+    body = b"".join(tensor.numpy().tobytes() for tensor in lora_tensors().values())
+    Path(at("half")).write_bytes(len(text).to_bytes(8, "little") + text + body)
+    assert main(["convert", at("half"), "-o", at("out"), "--layout", "kohya"]) == 0
+    assert read_lora(Path(at("out"))).metadata["ss_tag_frequency"] == r"\ud800"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("command", ["train", "export-workflow"])
+def test_a_pipe_as_a_job_file_is_not_waited_for(command, tmp_path, capsys):
+    os.mkfifo(tmp_path / "job.yaml")
+    output = ["-o", str(tmp_path / "graph.json")] if command == "export-workflow" else []
+    assert main([command, str(tmp_path / "job.yaml"), *output]) == 2
+    assert "a pipe, a socket or a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("card", "lots"), ("resolution", "big"), ("resolution", "9" * 12), ("batch", "9" * 12), ("rank", "0")],
+)
 def test_plan_refuses_a_size_that_is_none_before_it_looks_at_the_file(option, value, capsys):
     assert main(["plan", "nothere.safetensors", f"--{option}", value]) == 2
-    assert capsys.readouterr().err.startswith(f"graft plan: {option}: '{value}'")
+    said = capsys.readouterr().err.replace("'", "")
+    assert said.startswith(f"graft plan: {option}: {value}")
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user without rights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from ..data.store import KINDS, Store
@@ -17,6 +18,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Remove, and print what was removed and what is left. Raises ValueError where no cache is."""
+    if not args.unused_days >= 0 or math.isinf(args.unused_days):
+        raise ValueError(
+            f"unused-days: {args.unused_days} is no number of days; 30 is usual, 0 removes everything."
+        )
     if not args.cache.is_dir():
         raise ValueError(f"{args.cache}: there is no such folder; give output/graft/cache of a ComfyUI.")
     if not any((args.cache / kind).is_dir() for kind in KINDS):

@@ -10,6 +10,7 @@ from .comfyui import start_comfyui
 from .terminal import say
 
 GIB = 1 << 30
+LARGEST = {"batch": 4096, "rank": 4096, "resolution": 16384}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the table. Raises ValueError for sizes that are none, and for a file that is no model."""
     card = memory(args.card) if args.card else None
     size = pixels(args.resolution)
+    for name, value in (("batch", args.batch), ("rank", args.rank)):
+        if not 1 <= value <= LARGEST[name]:
+            raise ValueError(f"{name}: {value} is outside 1 to {LARGEST[name]}.")
     start_comfyui()
     from ..adapters import select
     from ..comfy.outline import outline, outlined_batch
@@ -69,6 +73,8 @@ def memory(text: str) -> int:
 def pixels(text: str) -> tuple[int, int]:
     """Read "1024" or "832x1216" as (width, height). Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-    if not found or int(found[1]) < 64 or int(found[2] or 64) < 64:
-        raise ValueError(f"resolution: {text!r}; write for example 1024 or 832x1216, at least 64.")
-    return int(found[1]), int(found[2] or found[1])
+    sides = [int(side) for side in (found[1], found[2] or found[1])] if found else [0]
+    if min(sides) < 64 or max(sides) > LARGEST["resolution"]:
+        most = LARGEST["resolution"]
+        raise ValueError(f"resolution: {text!r}; write for example 1024 or 832x1216, from 64 to {most}.")
+    return sides[0], sides[1]

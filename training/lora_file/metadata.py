@@ -30,6 +30,7 @@ from ..model import Sampling
 from ..objective.sigmas import is_flow
 from ..state import TrainState
 from ..tensor_file import write_tensors
+from ..text import readable
 
 COVER_SIDE = 512
 """Longest side of the cover image in pixels: readers take headers of up to 8 MB."""
@@ -170,7 +171,9 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
 
     As sd-scripts' `precalculate_safetensors_hashes`: over the file with nothing but its `ss_*` metadata.
     """
-    file = save(dict(tensors), {key: value for key, value in metadata.items() if key.startswith("ss_")})
+    file = save(
+        dict(tensors), {key: readable(value) for key, value in metadata.items() if key.startswith("ss_")}
+    )
     start = int.from_bytes(file[:8], "little") + 8
     whole = hashlib.sha256(memoryview(file)[start:]).hexdigest()
     legacy = hashlib.sha256(file[0x100000:0x110000]).hexdigest()[:8]

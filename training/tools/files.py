@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,9 +16,8 @@ def check_output(output: Path, inputs: Iterable[Path]) -> None:
     if output.is_dir():
         raise ValueError(f"{output.name}: there is a folder of that name; choose another name.")
     for path in inputs:
-        if output.resolve() == path.resolve() or (
-            output.exists() and path.exists() and output.samefile(path)
-        ):
+        same_place = os.path.realpath(output) == os.path.realpath(path)
+        if same_place or (output.exists() and path.exists() and output.samefile(path)):
             raise ValueError(
                 f"{output.name}: the result would replace the file it is made of; choose another name."
             )

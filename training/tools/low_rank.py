@@ -17,6 +17,7 @@ def best_factors(
     one of them. The rank is never 0. By rank alone, a large matrix is decomposed as far as needed
     (`principal`), which leaves at most a hundredth of a percent more than the best.
     """
+    _require_finite(matrix)
     if energy is None and rank is not None:
         u, s, v = principal(matrix, rank, torch.Generator().manual_seed(0))
         return _split(u, s, v, rank)
@@ -27,10 +28,15 @@ def best_factors(
 def best_of_product(
     up: Tensor, down: Tensor, *, rank: int | None = None, energy: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `best_factors(up @ down)`, at the cost of the factors' own rank: the product is never formed."""
+    """As `best_factors(up @ down)`, at the cost of the factors' own rank: the product is never formed.
+
+    Raises ValueError where that has numbers too large for float32.
+    """
     q_up, r_up = torch.linalg.qr(decomposable(up))
     q_down, r_down = torch.linalg.qr(decomposable(down).T)
-    u, s, v = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
+    core = r_up @ r_down.T
+    _require_finite(core)
+    u, s, v = torch.linalg.svd(core, full_matrices=False)
     return _split(q_up @ u, s, v @ q_down.T, _kept(s, rank, energy))
 
 
@@ -42,6 +48,11 @@ def check_size(rank: int | None, energy: float | None) -> None:
         raise ValueError(f"rank must be at least 1, got {rank}.")
     if energy is not None and not 0 < energy <= 1:
         raise ValueError(f"energy must be above 0 and at most 1, got {energy}; 0.95 keeps most of it.")
+
+
+def _require_finite(matrix: Tensor) -> None:
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError("its difference holds infinite numbers or NaN; it cannot be resized.")
 
 
 def _kept(s: Tensor, rank: int | None, energy: float | None) -> int:

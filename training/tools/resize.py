@@ -40,7 +40,10 @@ def resize(
         raise ValueError(f"{file.name}: nothing in it has a rank to lower; it holds {methods}.")
     tensors = kept(file)
     for name, layer in file.layers.items():
-        up, down = _resized(layer, rank, energy)
+        try:
+            up, down = _resized(layer, rank, energy)
+        except ValueError as error:
+            raise ValueError(f"{file.name}: {name}: {error}") from error
         tensors |= _written(name, up, down, layer.magnitude, dtype)
     for name, whole in file.whole.items():
         if _is_matrix(whole):
