@@ -124,9 +124,13 @@ class FileDigests:
         self._found = found
 
 
-def remember(module: torch.nn.Module, files: FileDigests) -> None:
-    """Note that a module's weights were just loaded from these files, so that they need not be read again."""
-    _FILES[module] = files
+def remember(module: torch.nn.Module | None, files: FileDigests) -> None:
+    """Note that a module's weights were just loaded from these files, so that they need not be read again.
+
+    None stands for a part that the files don't have.
+    """
+    if module is not None:
+        _FILES[module] = files
 
 
 def known_of(module: torch.nn.Module) -> Known:
