@@ -1,0 +1,127 @@
+"""A judge of drawn pictures: a small classifier that says which object and which style.
+
+    python dev/starter/judge.py --work DIR
+
+It is trained on fresh renderings. It knows the common names of names.py and the styles of pictures.py, in
+every color, place and background, and writes DIR/judge.safetensors. The last line says how many of 2048
+renderings that it never saw it names rightly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import names as name_lists
+import numpy as np
+import pictures as drawing
+import torch
+import torch.nn.functional as F
+from fit import Training
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+log = logging.getLogger("starter")
+
+OBJECTS = sorted(name_lists.COMMON)
+STYLES = list(drawing.STYLES)
+SEEN, UNSEEN = 0, 1  # first part of the seeds of renderings
+
+
+class Judge(nn.Module):
+    """(b, 3, 128, 128) in [0, 1] -> logits of the object (b, 287) and of the style (b, 8)."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 3 * width, 4 * width, 6 * width]
+        self.enter = nn.Conv2d(12, width, 3, padding=1)  # of 2 x 2 pixels
+        self.halve = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in zip(sizes, sizes[1:]))
+        self.refine = nn.ModuleList(nn.Conv2d(s, s, 3, padding=1) for s in sizes[1:])
+        self.norms = nn.ModuleList(nn.GroupNorm(8, s) for s in sizes[1:])
+        self.name = nn.Linear(sizes[-1], len(OBJECTS))
+        self.style = nn.Linear(sizes[-1] + sizes[1], len(STYLES))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.silu(self.enter(F.pixel_unshuffle(2 * x - 1, 2)))
+        means = []
+        for halve, refine, norm in zip(self.halve, self.refine, self.norms):
+            x = norm(F.silu(halve(x)))
+            x = x + F.silu(refine(x))
+            means.append(x.mean((2, 3)))
+        return self.name(x.amax((2, 3))), self.style(torch.cat([means[0], means[-1]], 1))
+
+
+def render(
+    drawings: Mapping[str, Mapping[str, drawing.Drawing]], count: int, seed: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `count` fresh renderings in [0, 1] with the numbers of their objects and styles."""
+    rng = np.random.default_rng(seed)
+    shown = [drawing.choose(rng, OBJECTS) for _ in range(count)]
+    pixels = torch.from_numpy(np.stack([drawing.draw(p, drawings) for p in shown])).permute(0, 3, 1, 2)
+    names = torch.tensor([OBJECTS.index(p.name) for p in shown])
+    return pixels.float() / 255, names, torch.tensor([STYLES.index(p.style) for p in shown])
+
+
+def train(work: Path, steps: int, batch: int) -> Judge:
+    drawings = drawing.read_drawings(work)
+    torch.manual_seed(0)
+    model = Judge().to(memory_format=torch.channels_last)
+
+    def loss_at(step: int, g: torch.Generator) -> Tensor:
+        pixels, names, styles = render(drawings, batch, (SEEN, step))
+        pixels = pixels + 0.05 * torch.rand(1, generator=g) * torch.randn(pixels.shape, generator=g)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            name, style = model(pixels.contiguous(memory_format=torch.channels_last))
+        objects = F.cross_entropy(name.float(), names, label_smoothing=0.05)
+        return objects + F.cross_entropy(style.float(), styles)
+
+    run = Training("judge", work, steps=steps, warmup=100, cooldown=0.5, seed=4)
+    run.go(loss_at, {"model": model}, [optimizer(model)])
+    save_file({k: v.half().contiguous() for k, v in model.state_dict().items()}, work / "judge.safetensors")
+    return model
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": list(model.parameters()), "peak_lr": 2e-3}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.02, fused=True)
+
+
+def load(path: Path) -> Judge:
+    model = Judge()
+    model.load_state_dict(load_file(path))
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def accuracy(model: Judge, work: Path, count: int = 2048) -> tuple[float, float]:
+    """Return the shares of unseen renderings whose object and whose style the judge names rightly."""
+    drawings = drawing.read_drawings(work)
+    right = torch.zeros(2)
+    for part in range(count // 64):
+        pixels, names, styles = render(drawings, 64, (UNSEEN, part))
+        name, style = model(pixels)
+        right += torch.stack([(name.argmax(1) == names).sum(), (style.argmax(1) == styles).sum()])
+    return (right / count)[0].item(), (right / count)[1].item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="checkpoints and everything temporary")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=64)
+    settings = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(settings.threads)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    model = train(settings.work, settings.steps, settings.batch)
+    name, style = accuracy(model, settings.work)
+    log.info("right of unseen renderings: object %.1f %%, style %.1f %%", 100 * name, 100 * style)
+
+
+if __name__ == "__main__":
+    main()
