@@ -31,7 +31,7 @@ log = logging.getLogger("starter")
 
 SHAPE = (LATENT_CHANNELS, drawing.SIZE // DOWNSCALE, drawing.SIZE // DOWNSCALE)
 SHARD = 2048  # pictures in a file
-FIRST_SHARDS, STEPS_PER_SHARD = 3, 400  # files there at the start; steps until there is one more
+FIRST_SHARDS, STEPS_PER_SHARD = 1, 200  # files there at the start; steps until there is one more
 NO_CAPTION = 0.1  # share of the pictures, for guidance
 PADDING = clip_l.POSITIONS - clip_l.PLACES
 
