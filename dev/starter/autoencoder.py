@@ -115,11 +115,20 @@ def to_float(pictures: Tensor) -> Tensor:
 
 
 def draw_crops(pictures: Tensor, batch: int, crop: int, g: torch.Generator) -> Tensor:
-    """Crops at random multiples of the latent's 8 px, half of them mirrored, as floats in [0, 1]."""
-    which = torch.randint(len(pictures), (batch,), generator=g)
-    corners = torch.randint((SIZE - crop) // DOWNSCALE + 1, (batch, 2), generator=g) * DOWNSCALE
-    places = zip(which.tolist(), corners.tolist())
+    """Crops at random multiples of the latent's 8 px, half of them mirrored, as floats in [0, 1].
+
+    Of crops smaller than a picture, three quarters are the one of three with the most edges: most of a
+    picture is flat and soon learned.
+    """
+    tries = 3 if crop < SIZE else 1
+    which = torch.randint(len(pictures), (tries, batch), generator=g)
+    corners = torch.randint((SIZE - crop) // DOWNSCALE + 1, (tries, batch, 2), generator=g) * DOWNSCALE
+    places = zip(which.flatten().tolist(), corners.flatten(0, 1).tolist())
     crops = torch.stack([pictures[i, :, y : y + crop, x : x + crop] for i, (y, x) in places])
+    edges = crops[..., ::2, ::2].float().diff(dim=-1).abs().mean((1, 2, 3)).view(tries, batch)
+    best = edges.argmax(0)
+    best[: batch // 4] = 0
+    crops = crops.view(tries, batch, *crops.shape[1:])[best, torch.arange(batch)]
     mirrored = torch.rand(batch, generator=g) < 0.5
     crops[mirrored] = crops[mirrored].flip(-1)
     return to_float(crops)

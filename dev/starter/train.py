@@ -60,7 +60,9 @@ def start_comfyui(path: Path) -> None:
 
 
 def train_autoencoder(settings: argparse.Namespace) -> None:
-    autoencoder.train_autoencoder(settings.work, autoencoder_pictures(settings), settings.autoencoder_steps)
+    if not (settings.work / "vae.pt").exists():
+        pictures = autoencoder_pictures(settings)
+        autoencoder.train_autoencoder(settings.work, pictures, settings.autoencoder_steps)
 
 
 def autoencoder_pictures(settings: argparse.Namespace) -> Tensor:
@@ -165,13 +167,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--comfyui", type=Path, required=True, help="a ComfyUI folder")
     parser.add_argument("--work", type=Path, required=True, help="checkpoints and everything temporary")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--autoencoder-steps", type=int, default=900)
+    parser.add_argument("--autoencoder-steps", type=int, default=3200)
     parser.add_argument("--decoder-steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=384, help="of the denoiser; a multiple of 64")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=24000, help="of the denoiser")
-    parser.add_argument("--cooldown", type=int, default=5000, help="last steps, with falling learning rate")
+    parser.add_argument("--steps", type=int, default=16000, help="of the denoiser")
+    parser.add_argument("--cooldown", type=int, default=4000, help="last steps, with falling learning rate")
     parser.add_argument("--shards", type=int, default=32, help=f"files of {denoiser.SHARD} encoded pictures")
     parser.add_argument("--shift", type=float, default=1.5, help="above 1 favors high noise in training")
     parser.add_argument("--prompts", nargs="*", help="of the samples")
