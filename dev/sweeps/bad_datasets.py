@@ -12,7 +12,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def named(name: str, content: bytes) -> Add:
 
 def caption(content: bytes | str, suffix: str = "txt", **options: Any) -> Extra:
     """Return a case whose sound picture has this caption file."""
-    options = {"refused": None, "named": f"a.{suffix}", **options}
+    options = {"refused": None, "named": "a.", **options}  # the picture or its caption
     return Extra(write(**{f"a__{suffix}": content}), caption=False, **options)
 
 
@@ -265,7 +265,7 @@ LATENTS: Mapping[str, Extra] = {
     "header of negative numbers": latents(latents=npy(FLOAT.format("(-16, 8, 8)"))),
     "header of deep brackets": latents(latents=npy("(" * 5000)),
     "header that is code": latents(latents=npy("__import__('os').mkdir('was-run')")),
-    "30 MB of zeros in 30 kB": latents(extra=np.zeros(30 * MB, np.uint8)),
+    "30 MB of zeros in 30 kB": replace(latents(extra=np.zeros(30 * MB, np.uint8)), refused=None),
 }
 DATASETS: Mapping[str, Extra] = {
     f"{kind}: {name}": extra
