@@ -72,7 +72,7 @@ def test_a_job_is_trained_on_the_visible_gpu_it_names(visible, monkeypatch, tmp_
 
     job = compile_job(document("device", device) if device else document(), tmp_path)
     given = {
-        "read_job": lambda path: job,
+        "read_job": lambda path, **options: job,
         "find_comfyui": lambda: tmp_path,
         "comfyui_version": lambda folder: "0",
         "server": server,
