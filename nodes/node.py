@@ -37,8 +37,13 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(cls: type[Node], *args: Any, **values: Any) -> Any:
         try:
-            require_usable(cls.SCHEMA or cls.define_schema(), values)
-            return method(cls, *args, **values)
+            schema = cls.SCHEMA or cls.define_schema()
+            require_usable(schema, values)
+            optional = {entry.id for entry in schema.inputs if entry.optional}
+            given = {
+                name: value for name, value in values.items() if value is not None or name not in optional
+            }
+            return method(cls, *args, **given)
         except Exception as error:
             make_readable(error)
             raise

@@ -91,3 +91,17 @@ def test_what_a_node_says_of_changed_files_can_be_written(graft_nodes):
 
 def test_an_input_on_a_wire_is_not_known_when_changes_are_asked_for(graft_nodes):
     assert graft_nodes["GraftBuildLora"].fingerprint_inputs(start_size=None, rank=None) == ""
+
+
+def test_an_optional_input_that_is_none_is_left_out():
+    class Reporting(Node):
+        @classmethod
+        def define_schema(cls):
+            menus = [io.Combo.Input(name, options=["a", "b"], default="a", optional=True) for name in "xy"]
+            return io.Schema(node_id="Reporting", inputs=menus, outputs=[])
+
+        @classmethod
+        def execute(cls, x="a", y="a"):
+            return x + y
+
+    assert Reporting.execute(x=None, y="b") == "ab"
