@@ -494,3 +494,34 @@ def test_a_lora_file_that_cannot_be_removed_does_not_keep_a_run_from_being_saved
     monkeypatch.setattr(Path, "unlink", held)
     assert go(tmp_path / "run-0", 5, saving=CheckpointConfig(minutes=60, keep=1)).step == 5
     assert checkpoints(tmp_path / "run-0") == [3, 5]
+
+
+def test_a_kill_between_a_checkpoint_and_its_lora_file_costs_neither(tmp_path, monkeypatch):
+    """The file is written when the run goes on; and one whose checkpoint is pruned never outlives it."""
+    saving = CheckpointConfig(steps=2, minutes=0, keep=1, lora=True)
+    monkeypatch.setattr(run_module, "write_lora_of", failing)
+    with pytest.raises(Cancelled):
+        go(tmp_path, 4, saving=saving)
+    assert saved(tmp_path) and not list((tmp_path / "loras").glob("*"))
+    monkeypatch.undo()
+    go(tmp_path, 4, saving=saving)
+    assert [path.stem[-6:] for path in sorted((tmp_path / "loras").iterdir())][:1] == ["000002"]
+    with pytest.raises(RuntimeError):
+        go(tmp_path, 12, saving=saving, on_step=failing_at(5, RuntimeError()))
+    assert Run(tmp_path, saving).lora(5).exists()
+    monkeypatch.setattr(run_module, "remove_state", failing)
+    with pytest.raises(Cancelled):
+        go(tmp_path, 12, saving=saving)
+    monkeypatch.undo()
+    kept = {int(path.parent.name[-8:]) for path in saved(tmp_path)}
+    assert {int(path.stem[-6:]) for path in (tmp_path / "loras").iterdir()} <= kept | {2, 4, 6, 8, 10, 12}
+    go(tmp_path, 12, saving=saving)
+    assert not Run(tmp_path, saving).lora(5).exists()
+
+
+def failing(*ignored):
+    raise Cancelled
+
+
+def saved(folder):
+    return list((folder / "checkpoints").glob("*/state.json"))

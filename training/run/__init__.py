@@ -162,6 +162,8 @@ def execute(
             log.info("Graft: resuming at step %d of %d.", newest.step, target)
         resume = newest or start
         state = resume.load() if resume else begin()
+        if newest and run.saving.lora and run.is_regular(state.step) and not run.lora(state.step).exists():
+            write_lora_of(run, state, denoiser.family)  # a kill came between the two
         size = size_in_bytes(state) * (1 if state.optimizer.name else 4)
         require_space(run, size)
         write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
@@ -358,10 +360,10 @@ def prune(run: Run, step: int, best: int) -> None:
     for known in set(past) - {*past[-2:], best, *regular[-run.saving.keep :]}:
         folder = run.checkpoint(known)
         if not (folder / KEPT).exists():
-            remove_state(folder)
-            if not run.is_regular(known):
+            if not run.is_regular(known):  # first: killed in between, the state is pruned next time
                 with suppress(OSError):  # Windows keeps what a Load LoRA has read
                     run.lora(known).unlink(missing_ok=True)
+            remove_state(folder)
 
 
 def require_space(run: Run, needed: int, held: int = 0) -> None:
