@@ -39,16 +39,24 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             schema = cls.SCHEMA or cls.define_schema()
             require_usable(schema, values)
-            optional = {entry.id for entry in schema.inputs if entry.optional}
-            given = {
-                name: value for name, value in values.items() if value is not None or name not in optional
-            }
-            return method(cls, *args, **given)
+            if method.__name__ == "execute":
+                values = _without_null(schema, values)
+            return method(cls, *args, **values)
         except Exception as error:
             make_readable(error)
             raise
 
     return guarded
+
+
+def _without_null(schema: io.Schema, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs without optional ones that are null. Raises ValueError for a widget that must be set."""
+    for entry in schema.inputs:
+        is_null = entry.id in values and values[entry.id] is None
+        if is_null and isinstance(entry, io.WidgetInput) and not entry.optional:
+            raise ValueError(f"{entry.id}: nothing is given, and {schema.display_name} needs it.")
+    optional = {entry.id for entry in schema.inputs if entry.optional}
+    return {name: value for name, value in values.items() if value is not None or name not in optional}
 
 
 def require_usable(schema: io.Schema, values: Mapping[str, Any]) -> None:

@@ -93,15 +93,18 @@ def test_an_input_on_a_wire_is_not_known_when_changes_are_asked_for(graft_nodes)
     assert graft_nodes["GraftBuildLora"].fingerprint_inputs(start_size=None, rank=None) == ""
 
 
-def test_an_optional_input_that_is_none_is_left_out():
+def test_an_optional_input_that_is_null_is_left_out_and_a_required_one_refused():
     class Reporting(Node):
         @classmethod
         def define_schema(cls):
-            menus = [io.Combo.Input(name, options=["a", "b"], default="a", optional=True) for name in "xy"]
-            return io.Schema(node_id="Reporting", inputs=menus, outputs=[])
+            optional = {"x": True, "y": False}
+            menus = [io.Combo.Input(i, options=["a", "b"], optional=may) for i, may in optional.items()]
+            return io.Schema(node_id="Reporting", display_name="Report", inputs=menus, outputs=[])
 
         @classmethod
         def execute(cls, x="a", y="a"):
             return x + y
 
     assert Reporting.execute(x=None, y="b") == "ab"
+    with pytest.raises(ValueError, match="y: nothing is given, and Report needs it"):
+        Reporting.execute(x="a", y=None)
