@@ -50,7 +50,9 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_null(schema: io.Schema, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without optional ones that are null. Raises ValueError for a widget that must be set."""
+    """Return the inputs without optional ones that are null. Raises ValueError for a widget that has to be
+    set.
+    """
     for entry in schema.inputs:
         is_null = entry.id in values and values[entry.id] is None
         if is_null and isinstance(entry, io.WidgetInput) and not entry.optional:
