@@ -74,17 +74,19 @@ class ComfyDenoiser:
 
     @cached_property
     def fingerprint(self) -> str:
-        text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
-        sampling = (self.sampling, sampling_settings(self.sampling))
-        parts = (self.network, self.patcher.patches, *sampling, *text)
+        parts = self._parts(self.sampling, sampling_settings(self.sampling))
         return self._with_options(fingerprint(*parts, patchers=self._patchers))
 
     def is_base(self, known_as: str) -> bool:
-        text = [self.text.model, self.text.clip.patcher.patches] if self.text else []
-        parts = (self.network, self.patcher.patches, self.sampling, *text)
+        parts = self._parts(self.sampling)
         return known_as == self.fingerprint or known_as == self._with_options(
             earlier_fingerprint(*parts, patchers=self._patchers)
         )
+
+    def _parts(self, *sampling: Any) -> tuple[Any, ...]:
+        """Return what decides what the model computes: its weights, their patches, and its `sampling`."""
+        text = (self.text.model, self.text.clip.patcher.patches) if self.text else ()
+        return (self.network, self.patcher.patches, *sampling, *text)
 
     def _with_options(self, found: str) -> str:
         options = {name: value for name, value in self._options.items() if name != ATTENTION}
