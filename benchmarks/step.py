@@ -370,9 +370,9 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
             log.info("%s, round %d: %s %s", name, number + 1, contender, seconds[contender])
     most = product_flops(bench)
     medians = {contender: statistics.median(found) for contender, found in seconds.items()}
-    report: dict[str, Any] = {c: round(s, 3) for c, s in medians.items()}
+    report: dict[str, Any] = {c: round(s, 6) for c, s in medians.items()}
     report["to_bound"] = {c: round(s / medians["bound"], 3) for c, s in medians.items() if "bound" in medians}
-    report["of_peak"] = {c: round(operations[c] / s / most, 3) for c, s in medians.items()}
+    report["of_peak"] = {c: float(f"{operations[c] / s / most:.3g}") for c, s in medians.items()}
     report["tensors_mb"] = tensors
     report["base_mb"] = round(base / 1e6)
     report["peak_mb"] = {c: peak_of(name, c, args) for c in contenders} if args.rss else tensors
@@ -418,6 +418,6 @@ def as_table(figures: Mapping[str, Any]) -> str:
     for name in figures["of_peak"]:
         ratio = figures["to_bound"].get(name, "")
         share, tensors, peak = (figures[key][name] for key in ("of_peak", "tensors_mb", "peak_mb"))
-        lines.append(f"  {name:28}{figures[name]:8.3f}{ratio:>10}{share:9}{tensors:12}{peak:9}")
+        lines.append(f"  {name:28}{figures[name]:8.3f}{ratio:>10}{share:9.3f}{tensors:12}{peak:9}")
     lines += [f"  {name}: {why}" for name, why in figures["missing"].items()]
     return "\n".join(lines)
