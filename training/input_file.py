@@ -7,12 +7,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
+NO_FILE = "it is a pipe, a socket or a device, not a file"
+
+
+def is_ordinary(path: Path) -> bool:
+    """Say whether a path is a file or a folder: opening anything else may wait for ever, past Cancel."""
+    mode = path.stat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
 
 def require_ordinary(path: Path) -> None:
-    """Raise OSError for a pipe, a socket or a device: to open one may wait for ever, and Cancel waits too."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError("it is a pipe, a socket or a device, not a file")
+    """Raise OSError for what is not ordinary."""
+    if not is_ordinary(path):
+        raise OSError(NO_FILE)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -254,11 +254,11 @@ def test_half_a_letter_in_metadata_is_written_as_its_code(at):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 @pytest.mark.parametrize("command", ["train", "export-workflow"])
-def test_a_pipe_as_a_job_file_is_not_waited_for(command, tmp_path, capsys):
+def test_a_pipe_as_a_job_file_is_named_and_not_waited_for(command, tmp_path, capsys):
     os.mkfifo(tmp_path / "job.yaml")
     output = ["-o", str(tmp_path / "graph.json")] if command == "export-workflow" else []
     assert main([command, str(tmp_path / "job.yaml"), *output]) == 2
-    assert "a pipe, a socket or a device" in capsys.readouterr().err
+    assert "job.yaml: it is a pipe, a socket or a device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..input_file import require_ordinary
+from ..input_file import NO_FILE, is_ordinary
 from ..text import require_letters, shown
 
 LARGEST = 1 << 18
@@ -24,7 +24,8 @@ def read_yaml(path: Path) -> Any:
 
     Raises ValueError for what cannot be read, is too large, nested too deep, or repeats itself too often.
     """
-    require_ordinary(path)
+    if not is_ordinary(path):
+        raise ValueError(f"{NO_FILE}.")
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
