@@ -4,6 +4,7 @@ left alone.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import comfy.lora
@@ -25,6 +26,7 @@ from graft.training.comfy.output import with_lora
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.forward import replaced
 from graft.training.loop import initial_state, train
+from graft.training.memory import compiling
 from graft.training.model import Batch
 
 from .test_families import Samples
@@ -158,6 +160,25 @@ def test_the_base_is_as_before_after_training_and_after_a_cancel(patcher, cancel
         train(ComfyDenoiser(patcher), Noise(), CONFIG, None, steps=2, on_step=interrupt)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert attributes == {name: (set(vars(m)), m.training) for name, m in model.named_modules()}
+
+
+def test_cancel_is_answered_between_compiled_blocks(patcher, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    config = dataclasses.replace(CONFIG, memory=MemoryConfig(dtype="fp32", compile=True))
+    computed = []
+
+    def press(block, *_):
+        computed.append(block)
+        comfy.model_management.interrupt_current_processing()
+
+    blocks = patcher.model.diffusion_model.joint_blocks
+    hooks = [block.register_forward_hook(press) for block in blocks]
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        run(patcher, config=config)
+    assert computed == [blocks[0]]
+    for hook in hooks:
+        hook.remove()
+    assert run(patcher, config=config).step == 3
 
 
 def test_a_lora_on_the_incoming_model_applies_and_is_not_saved(patcher):

@@ -13,11 +13,12 @@ import comfy.ldm.modules.attention
 import comfy.model_management
 import comfy.utils
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import digest
 from ..family import Family, family_of
 from ..layer import LayerSpec
+from ..memory.checkpointing import repeated_blocks
 from ..memory.store import Store
 from ..model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
 from . import weights
@@ -118,6 +119,7 @@ class ComfyDenoiser:
                 stack.callback(kept.release)
                 base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
                 stack.enter_context(differentiable(self.network))
+                stack.enter_context(cancellable(repeated_blocks(self.network, self.family.checkpointed)))
                 if self.text is not None:
                     text = stack.enter_context(self.text.held(self.device))
                     base = HeldBase(base.module, {**base.layers, **text})
@@ -233,6 +235,23 @@ def require_plain(patcher: Any, what: str) -> None:
             f"{what} itself: connect it as it is before that node; a LoRA by Load LoRA, not by its bypass or "
             "hook variants."
         )
+
+
+@contextmanager
+def cancellable(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Answer Cancel before each block: compiled ones do not ask, as ComfyUI's own layers do, and the first
+    time that they run takes minutes.
+    """
+
+    def check(*_: Any) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    hooks = [block.register_forward_pre_hook(check) for block in blocks.values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def uncompiled(value: Any) -> Any:
