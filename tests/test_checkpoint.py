@@ -130,6 +130,17 @@ def test_whatever_lies_in_place_of_a_state_is_refused_by_name(text, state, tmp_p
         open_state(tmp_path)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("file", ["state.json", "state-*.safetensors"])
+def test_a_pipe_in_place_of_a_states_file_is_refused_by_name_and_not_waited_for(file, state, tmp_path):
+    save_state(state, tmp_path)
+    [path] = tmp_path.glob(file)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}.*training state.*a pipe"):
+        open_state(tmp_path)
+
+
 def test_a_state_with_a_flipped_bit_anywhere_is_refused_or_the_same(state, tmp_path):
     handle = save_state(state, tmp_path)
     values = tmp_path / "state.json"

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import AdapterConfig, from_dict, to_dict
-from .input_file import parse_json
+from .input_file import parse_json, require_ordinary
 from .state import LossScale, OptimizerState, TrainState
 from .whole_file import commit, remove_leftovers, temporary_in, whole_file
 
@@ -156,6 +156,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError, and ValueError when the file holds anything else."""
+    require_ordinary(path)
     values = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"it holds {type(values).__name__}, not an object")
@@ -204,6 +205,7 @@ def _tensor_file(folder: Path, values: Mapping[str, Any]) -> Path:
 
 def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
     try:
+        require_ordinary(tensors)
         digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16)
         with tensors.open("rb") as file:
             while chunk := file.read(1 << 20):
