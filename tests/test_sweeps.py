@@ -244,6 +244,7 @@ def test_errors_that_were_not_meant_for_people_are_seen():
     chained = log_of("KeyError: 1") + "\nThe above exception was the direct cause ...\n\n" + log_of(meant[0])
     assert target.raw_tracebacks(chained) == []
     assert target.raw_tracebacks(chained.replace("KeyError: 1", "KeyError: 1\n  in line 1")) == []
+    assert target.raw_tracebacks(chained.replace("KeyError: 1", "KeyError: 1\n")) == []
 
 
 # --- prompts ------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def _refused(status: int, answer: Any) -> Outcome:
 BLOCK = re.compile(
     r"Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n|\n)+)(?P<error>\S.*)"
     r"(?:\n(?!.*Traceback \().+)*"  # more lines of the message, or what was printed next
-    r"(?P<chained>\n\n(?:During handling|The above exception))?"
+    r"(?P<chained>\n{2,}(?:During handling|The above exception))?"
 )
 MEANT = {"ValueError", "BadImage", "AlreadyMerged", "NotMerged", "FloatingPointError"}
 """Errors of Graft's that tell a person what to do; an OSError does where it is not the system's own."""
