@@ -23,6 +23,7 @@ from torch import Tensor
 from .config import AdapterConfig, from_dict, to_dict
 from .input_file import parse_json, require_ordinary
 from .state import LossScale, OptimizerState, TrainState
+from .text import require_letters
 from .whole_file import commit, remove_leftovers, temporary_in, whole_file
 
 FORMAT = 1
@@ -205,6 +206,7 @@ def _tensor_file(folder: Path, values: Mapping[str, Any]) -> Path:
 
 def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
     try:
+        require_letters(tensors.name, "the name of its tensors' file")
         require_ordinary(tensors)
         digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16)
         with tensors.open("rb") as file:
