@@ -8,6 +8,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..training.config import ADDED
+
 
 def widget(
     config: type,
@@ -23,7 +25,14 @@ def widget(
 
     A field of strings with `options` is a menu; `low`, `high` and `step` are for numbers.
     """
-    default = next(field.default for field in dataclasses.fields(config) if field.name == name)
+    [field] = (field for field in dataclasses.fields(config) if field.name == name)
+    made = _widget(field.name, field.default, tooltip, options, low, high, step)
+    return added(made) if ADDED in field.metadata else made
+
+
+def _widget(
+    name: str, default: Any, tooltip: str, options: Sequence[str], low: float, high: float, step: float
+) -> Any:
     if options:
         return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip)
     if isinstance(default, bool):
@@ -51,5 +60,18 @@ def lines(text: str) -> tuple[str, ...]:
 
 def advanced(input: Any) -> Any:
     """Mark an input as one that few need: editors show it on demand."""
-    input.extra_dict = {**(input.extra_dict or {}), "advanced": True}
+    return _marked(input, "advanced")
+
+
+def added(input: Any) -> Any:
+    """Mark a widget that is newer than people's graphs: at its default their runs are found again.
+
+    It is optional, and the last of its node: saved workflows hold a node's values by their order alone.
+    """
+    input.optional = True
+    return _marked(input, ADDED)
+
+
+def _marked(input: Any, mark: str) -> Any:
+    input.extra_dict = {**(input.extra_dict or {}), mark: True}
     return input

@@ -1,8 +1,9 @@
 """Every setting of a run: one tree of frozen dataclasses, nothing else decides what training does.
 
 Configs travel on wires, are hashed into the run's key and written into the LoRA's metadata, so they hold
-plain values only. `from_dict` refuses unknown keys and suggests the nearest: a misspelt option that is
-silently ignored costs a night.
+plain values only. A new setting is a field of `added(default)`: at its default every key stays as it was.
+`from_dict` refuses unknown keys and suggests the nearest: a misspelled option that is silently ignored costs
+a night.
 """
 
 from __future__ import annotations
@@ -15,12 +16,24 @@ import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 C = TypeVar("C")
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
+
+ADDED = "added"
+"""In the metadata of fields that are newer than people's files."""
+
+
+def added(default: C) -> C:
+    """Return a dataclass field for a new setting: at its default, digests and files do not name it.
+
+    So the runs, caches and files from before are found again. The default can never change: it is what a file
+    without the setting was made with.
+    """
+    return field(default=default, metadata={ADDED: True})
 
 
 @dataclass(frozen=True)
@@ -375,7 +388,7 @@ class MemoryConfig:
     def deciding(self) -> MemoryConfig:
         """Return the settings that change a run's result: how numbers are rounded, not where they are."""
         rounds = self.base not in ("resident", "offload")
-        return MemoryConfig(dtype=self.dtype, base=self.base if rounds else "auto", compile=self.compile)
+        return replace(self, checkpointing="auto", base=self.base if rounds else "auto", budget_gb=0.0)
 
 
 @dataclass(frozen=True)
@@ -403,8 +416,23 @@ class TrainConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as nested dicts of plain values, ready for JSON."""
-    return dataclasses.asdict(config)
+    """Return a config as nested dicts of plain values, ready for JSON, without `added` fields at their
+    default.
+    """
+    values = ((item, getattr(config, item.name)) for item in dataclasses.fields(config))
+    return {
+        item.name: to_dict(value) if dataclasses.is_dataclass(value) else value
+        for item, value in values
+        if ADDED not in item.metadata or value != item.default
+    }
+
+
+def to_text(value: Any) -> str:
+    """Return what `repr` says of a dataclass, without `added` fields at their default.
+
+    It is the `__repr__` of those that are part of a digest by their repr.
+    """
+    return f"{type(value).__name__}({', '.join(f'{name}={part!r}' for name, part in to_dict(value).items())})"
 
 
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import StateHandle, read_object
-from .config import TrainConfig, from_dict, to_dict
+from .config import TrainConfig, from_dict
 from .run import Run, is_end, saved_steps
 
 SHOWN = 4
@@ -63,7 +63,7 @@ def _read(run: Run) -> dict[str, Any]:
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
     """Return {"optimizer.lr": ...}: what decides the result."""
-    nested = to_dict(replace(config, memory=config.memory.deciding()))
+    nested = asdict(replace(config, memory=config.memory.deciding()))
     return {
         f"{part}.{name}" if isinstance(values, dict) else part: value
         for part, values in nested.items()

@@ -8,10 +8,10 @@ true, and that a setting has an effect wherever no row says otherwise, is tested
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from .config import TrainConfig, to_dict
+from .config import TrainConfig
 from .family import Family
 
 Values = Mapping[str, Any]
@@ -93,7 +93,7 @@ def run_settings(config: TrainConfig, family: Family | None = None) -> Values:
     adapter, optimizer, schedule, ema = config.adapter, config.optimizer, config.schedule, config.ema
     sigmas = config.objective.sigmas
     return {
-        **to_dict(adapter), **to_dict(optimizer), **to_dict(schedule), **to_dict(config.objective),
+        **asdict(adapter), **asdict(optimizer), **asdict(schedule), **asdict(config.objective),
         "algorithm": frozenset({adapter.algorithm, *(name for _, name in adapter.algorithms)}),
         "optimizer": optimizer.name, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1],
         "sigmas": family.sigmas if family and sigmas == "auto" else sigmas,

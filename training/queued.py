@@ -7,7 +7,7 @@ server that was started later. The id of the workflow does not: the graph in a p
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,29 @@ QUEUED = "queued.json"
 """File in a run's folder: digests of the settings that it was queued with, and the last step asked for."""
 MOST_QUEUED = 20
 
+Added = Callable[[str], Mapping[str, Any]]
+"""Return {input: default} of the inputs that a class of nodes got later: at their default digests leave them
+out, as settings that are `config.added`."""
 
-def settings_of(graph: Any) -> dict[str, str]:
+
+def none_added(kind: str) -> Mapping[str, Any]:
+    """Return no input."""
+    return {}
+
+
+def settings_of(graph: Any, added: Added = none_added) -> dict[str, str]:
     """Return a digest of each node of a graph in API form: its class, its inputs, and where they come from.
 
     Raises ValueError for what is no graph.
     """
     known: dict[str, str] = {}
-    return {node: _digest(nodes_of(graph), node, known) for node in graph}
+    return {node: _digest(nodes_of(graph), node, known, added) for node in graph}
 
 
-def run_settings(graph: Any, node: str | None) -> str:
+def run_settings(graph: Any, node: str | None, added: Added = none_added) -> str:
     """Return the digest of what makes the run of a Train Steps, "" for a node that is in no graph."""
     with suppress(ValueError, KeyError):
-        return _digest(nodes_of(graph), str(node), {}, OF_ANY_RUN)
+        return _digest(nodes_of(graph), str(node), {}, added, OF_ANY_RUN)
     return ""
 
 
@@ -64,14 +73,20 @@ def nodes_of(graph: Any) -> Mapping[str, Any]:
 
 
 def _digest(
-    graph: Mapping[str, Any], node: str, known: dict[str, str], left_out: Collection[str] = ()
+    graph: Mapping[str, Any],
+    node: str,
+    known: dict[str, str],
+    added: Added,
+    left_out: Collection[str] = (),
 ) -> str:
     def of(node: str, left_out: Collection[str] = ()) -> str:
         if node not in known:
             known[node] = ""  # where the graph is a circle
-            values = graph[node]
-            inputs = {name: value(given) for name, given in values["inputs"].items() if name not in left_out}
-            known[node] = digest(values.get("class_type"), inputs)
+            kind, given = graph[node].get("class_type"), graph[node]["inputs"]
+            later = added(str(kind))
+            inputs = {name: value(given[name]) for name in given if name not in left_out}
+            inputs = {name: v for name, v in inputs.items() if name not in later or v != later[name]}
+            known[node] = digest(kind, inputs)
         return known[node]
 
     def value(given: Any) -> Any:

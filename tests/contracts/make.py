@@ -1,7 +1,8 @@
 """What the files of this folder were made of: the tests ask today's code for the same again.
 
-`python -c "import tests.conftest; from graft.tests.contracts import make; make.write()"` made them at the root,
-on 2026-11-23. They are kept as they are; a new kind of file gets lines here and a place beside the others.
+They were made on 2026-11-23, at the root, by
+`python -c "import tests.conftest; from graft.tests.contracts import make; make.write()"`, and are never made
+again. A new kind of file gets lines here and a place beside the others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from graft.training.config import (
     digest,
 )
 from graft.training.data import EncodedDataset, SplitConfig, encode, join, scan
-from graft.training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
 from graft.training.data.augment import Jitter
+from graft.training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
 from graft.training.data.index import SourceRules
 from graft.training.job import Job, read_job
 from graft.training.loop import train
@@ -131,6 +132,7 @@ def write() -> None:
     save_state(train(TinyDenoiser(), TinyDataset(), STATE, None, steps=3), HERE / "state")
     write_pictures(HERE / "pictures")
     data = encoded(HERE / "pictures", HERE / "cache", FakeEncoder())
+    (HERE / "cache" / "content.sqlite").unlink()  # it remembers files by where they lay
     write_json("job", plain(read_job(HERE / "job.yaml")))
     write_json("known", known(run, data))
 

@@ -23,6 +23,7 @@ from .denoiser import ComfyDenoiser
 from .notes import family_in, model_file, run_notes
 from .samples import SamplePrompts, SampleWriter
 from .session import session
+from .shown import added_inputs
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class QueuedNode:
     @cached_property
     def settings(self) -> str:
         """What the editor knows the run of this node by."""
-        return run_settings(self.prompt or {}, self.id)
+        return run_settings(self.prompt or {}, self.id, added_inputs)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..queued import settings_of
 from ..run.run_log import read_entries
 from . import paths
 from .session import known_runs, request_finish
-from .shown import shown_runs
+from .shown import added_inputs, shown_runs
 from .versions import running_server
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ async def shown(request: web.Request) -> web.Response:
         asked = await request.json()
         graph, workflow = asked["prompt"], asked.get("workflow")
         found = await _in_thread(
-            lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph)}
+            lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph, added_inputs)}
         )
     except (ValueError, TypeError, LookupError, RecursionError):
         return _refused("no graph in API form", 400)

@@ -6,6 +6,9 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import nodes
+
+from ..config import ADDED
 from ..queued import QUEUED, nodes_of, queued, run_settings
 from . import paths
 from .session import known_runs
@@ -22,11 +25,18 @@ def shown_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
     found = {}
     for node, values in nodes_of(graph).items():
         if values.get("class_type") == TRAIN_STEPS:
-            settings = run_settings(graph, node)
+            settings = run_settings(graph, node, added_inputs)
             same = _known(settings=settings) or _from_folder(values["inputs"].get("name"), settings)
             if run := same or _known(node=node, workflow=workflow or ""):
                 found[node] = {**run, "same": same is not None}
     return found
+
+
+def added_inputs(kind: str) -> dict[str, Any]:
+    """Return {input: default} of the inputs that a class of nodes got later (`nodes.widgets.added`)."""
+    schema = getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "SCHEMA", None)  # None for nodes of the old kind
+    inputs = schema.inputs if schema else ()
+    return {entry.id: entry.default for entry in inputs if ADDED in (entry.extra_dict or {})}
 
 
 def _known(**wanted: Any) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..config import to_text
 from ..rng import generator
 from .bucket import Crop, Size, buckets_for, crop_box, crops_for
 from .config import AugmentConfig, DatasetConfig
@@ -21,7 +22,7 @@ _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 _TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Jitter:
     """Factors on brightness, contrast and saturation, and a turn of the colour circle (1 is once around)."""
 
@@ -29,6 +30,7 @@ class Jitter:
     contrast: float
     saturation: float
     hue: float
+    __repr__ = to_text  # part of a latent's key
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ from .store import Store
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Part of every key; raised when encoding changes what it stores."""
+"""Part of every key; raised when encoding changes what it stores. A part that is new to keys is left out of
+them at its default."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -159,7 +159,7 @@ def fingerprint(
                 continue  # vanished since it was listed; the scan will say so if it matters
             line = f"{folder.name_of(file)}\0{info.st_size}\0{info.st_mtime_ns}\n"
             state.update(line.encode("utf-8", "surrogatepass"))
-    return digest(state.hexdigest(), asdict(config))
+    return digest(state.hexdigest(), config)
 
 
 def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Iterator[_Folder]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import to_text
 from .bucket import Size
 
 Ints = NDArray[np.int64]
@@ -23,7 +24,7 @@ KEY_BYTES = 16
 NO_MASK = bytes(KEY_BYTES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SourceRules:
     """What holds for all samples of one source."""
 
@@ -34,6 +35,7 @@ class SourceRules:
     """Chance of the empty caption."""
     empty: bytes
     """Key of the empty caption."""
+    __repr__ = to_text  # part of the dataset's fingerprint
 
 
 @dataclass(frozen=True)

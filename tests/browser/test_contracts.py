@@ -1,0 +1,22 @@
+"""A workflow that an older editor saved asks today's for the same graph."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graft.tests.contracts.make import HERE
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_editor_sends_a_saved_workflow_as_it_was(editor):
+    workflow, graph = (
+        json.loads((HERE / name).read_text(encoding="utf-8")) for name in ("editor.json", "graph.json")
+    )
+    editor.open()
+    editor.load(workflow)
+    sent = editor.page.evaluate("app.graphToPrompt().then(({ output }) => output)")
+    ours = [key for key, values in graph.items() if values["class_type"].startswith("Graft")]
+    assert {key: sent[key]["inputs"] for key in ours} == {key: graph[key]["inputs"] for key in ours}
