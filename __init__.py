@@ -7,15 +7,15 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     """Give ComfyUI the nodes and set up the routes; importing the package alone imports nothing."""
     from comfy_api.latest import ComfyExtension
 
-    from .training.packages import require_torch
+    from .training.optional import require_torch
 
     require_torch()  # first: what follows does not load with an older one
 
     from .nodes import ALL_NODES
-    from .nodes.embedded import register
-    from .training.comfy.server import add_routes
+    from .starter.in_comfyui import register
+    from .training.comfy.run.routes import add_routes
+    from .training.files.text import make_log_readable
     from .training.signals import save_at_exit
-    from .training.text import make_log_readable
 
     class Graft(ComfyExtension):
         async def get_node_list(self):  # type: ignore[no-untyped-def]

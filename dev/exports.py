@@ -31,14 +31,14 @@ from torch import Tensor
 
 if __name__ == "__main__":
     ROOT = Path(__file__).resolve().parent.parent
-    runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
+    runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
     sys.exit(importlib.import_module("graft.dev.exports").main())
 
-from ..training.adapters import restore_adapters
-from ..training.checkpoint import load_state
-from ..training.headless.comfyui import import_comfyui
-from ..training.headless.server import comfyui_version, find_comfyui
-from ..training.layer import LayerSpec
+from ..commands.headless.comfyui import import_comfyui
+from ..commands.headless.server import comfyui_version, find_comfyui
+from ..training.adapters.build import restore_adapters
+from ..training.network.frozen_layer import LayerSpec
+from ..training.run.saved_state import load_state
 
 WRITTEN = "written.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

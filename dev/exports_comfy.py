@@ -17,16 +17,16 @@ import comfy.utils
 import torch
 from safetensors.torch import save_file
 
-from ..tests.comfy.tiny_clips import clip_of
-from ..tests.comfy.tiny_models import SIBLINGS, TINY, Tiny
+from ..tests.support.tiny_clips import clip_of
+from ..tests.support.tiny_models import SIBLINGS, TINY, Tiny
 from ..training import rng
-from ..training.adapters import named_parameters, restore_adapters
-from ..training.checkpoint import save_state
-from ..training.comfy.denoiser import NETWORK, ComfyDenoiser
+from ..training.adapters.build import named_parameters, restore_adapters
+from ..training.comfy.model.denoiser import NETWORK, ComfyDenoiser
 from ..training.config import AdapterConfig, TrainConfig
 from ..training.family import TEXT, is_text
+from ..training.files.lora.diffusers import FILE_FORMATS
 from ..training.loop import initial_state
-from ..training.lora_file.formats import FILE_FORMATS
+from ..training.run.saved_state import save_state
 from ..training.state import TrainState
 from .exports import DTYPES, Loaded, Written, base_of, chosen, compare, differences
 

@@ -34,9 +34,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="a line a case; these are not repeated")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch: a fork of several threads has one of them
-    runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
+    runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
+    from graft.commands.headless.server import find_comfyui
     from graft.dev.sweeps.report import Report
-    from graft.training.headless.server import find_comfyui
 
     resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, LARGEST))
     sweep = importlib.import_module(f"graft.dev.sweeps.{args.sweep}")

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from .base_model import LoadBaseModel
-from .dataset import DatasetFromImages, EncodeDataset, JoinDatasets, LoadDataset, PreviewDataset, SplitDataset
+from .dataset import (
+    DatasetFromImages,
+    EncodeDataset,
+    JoinDatasets,
+    LoadDataset,
+    PreviewDataset,
+    SplitDataset,
+)
 from .job import TrainingJob
 from .lora import BuildLora
 from .lora_settings import LoraSettings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..training.comfy import loading
-from . import embedded
+from ..starter import in_comfyui as embedded
+from ..training.comfy.model import loading
 from .node import Files, Node
 from .sockets import schema
 

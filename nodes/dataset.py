@@ -8,10 +8,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training import data
-from ..training.comfy import paths
-from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.encoder import ComfyEncoder
-from ..training.comfy.session import progress_bar, raise_if_cancelled
+from ..training.comfy.files import paths
+from ..training.comfy.model.denoiser import ComfyDenoiser
+from ..training.comfy.model.encoder import ComfyEncoder
+from ..training.comfy.run.session import progress_bar, raise_if_cancelled
 from ..training.data.config import DatasetConfig, SplitConfig
 from .node import Files, Node
 from .sockets import Dataset, DatasetSettings, encoded, pictures, schema

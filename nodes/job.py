@@ -7,9 +7,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training import data
-from ..training.comfy import jobs
-from ..training.job import Job
+from ..training.comfy.files import job_files as jobs
 from ..training.job.graph import NODES
+from ..training.job.read import Job
 from .dataset import JoinDatasets, LoadDataset
 from .lora import BuildLora
 from .lora_settings import LoraSettings

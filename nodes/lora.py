@@ -6,11 +6,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.adapters import ADAPTERS
-from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.lora_files import NONE, changed_at
-from ..training.comfy.paths import lora_file_names, lora_file_path
-from ..training.comfy.starting import summary
+from ..training.adapters.build import ADAPTERS
+from ..training.comfy.files.initial_lora import summary
+from ..training.comfy.files.lora_files import NONE, changed_at
+from ..training.comfy.files.paths import lora_file_names, lora_file_path
+from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.config import AdapterConfig
 from .node import Files, Node
 from .sockets import Lora, schema

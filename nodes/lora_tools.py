@@ -8,8 +8,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.comfy import loading, lora_files, paths
-from ..training.comfy.lora_files import AS_IT_IS, NONE
+from ..training.comfy.files import lora_files, paths
+from ..training.comfy.files.lora_files import AS_IT_IS, NONE
+from ..training.comfy.model import loading
 from ..training.tools.convert import LAYOUTS
 from .node import Files, Node
 from .sockets import schema

@@ -12,7 +12,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.text import make_readable, require_letters, shown
+from ..training.files.text import make_readable, require_letters, shown
 
 LONGEST_NAME = 1024
 """Letters of a file's name in a menu; systems take no path of more than 4096 bytes."""

@@ -8,17 +8,17 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.checkpoint import StateHandle, open_state, save_state
-from ..training.comfy import paths
-from ..training.comfy.graph_run import QueuedNode
+from ..training.comfy.files import paths
+from ..training.comfy.run.graph_run import QueuedNode
 from ..training.family import family_named
-from ..training.lora_file.formats import FILE_FORMATS, comfy_reads
-from ..training.lora_file.metadata import WEIGHTS, lora_metadata, write_lora
+from ..training.files.lora.diffusers import FILE_FORMATS, comfy_reads
+from ..training.files.lora.metadata import WEIGHTS, lora_metadata, write_lora
+from ..training.files.tensor_file import TensorFile
+from ..training.files.whole_file import WINDOWS
 from ..training.memory.precision import DTYPES
-from ..training.run import Run, newest
+from ..training.run.execute import Run, newest
 from ..training.run.run_log import read_log
-from ..training.tensor_file import TensorFile
-from ..training.whole_file import WINDOWS
+from ..training.run.saved_state import StateHandle, open_state, save_state
 from .node import Node
 from .sockets import State, schema
 

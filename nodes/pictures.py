@@ -6,11 +6,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.checkpoint import StateHandle
-from ..training.comfy import grid, output
-from ..training.comfy.notes import family_in, model_file
-from ..training.comfy.samples import SAMPLERS, SCHEDULERS, SamplePrompts
-from ..training.comfy.session import progress_bar
+from ..training.comfy.files import trained_lora as output
+from ..training.comfy.run import checkpoint_grid as grid
+from ..training.comfy.run.notes import family_in, model_file
+from ..training.comfy.run.samples import SAMPLERS, SCHEDULERS, SamplePrompts
+from ..training.comfy.run.session import progress_bar
+from ..training.run.saved_state import StateHandle
 from .node import Node
 from .sockets import Samples, State, schema
 from .widgets import lines, seed_input, widget

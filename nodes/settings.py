@@ -17,12 +17,12 @@ from ..training.config import (
     ValidationConfig,
 )
 from ..training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
-from ..training.memory.checkpointing import MODES
-from ..training.memory.store import STORES
+from ..training.memory.activation_checkpointing import MODES
+from ..training.memory.weight_store import STORES
 from ..training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
 from ..training.objective.weighting import LOSSES, SPACES, WEIGHTINGS
-from ..training.optimizer import OPTIMIZERS
-from ..training.schedule import SCHEDULES
+from ..training.optimizer.build import OPTIMIZERS
+from ..training.optimizer.schedule import SCHEDULES
 from .node import Node
 from .sockets import (
     Checkpoints,

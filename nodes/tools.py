@@ -7,13 +7,13 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.adapters import select
-from ..training.checkpoint import StateHandle
-from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.session import progress_bar
+from ..training.adapters.select import select
+from ..training.comfy.model.denoiser import ComfyDenoiser
+from ..training.comfy.run.session import progress_bar
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
-from ..training.memory.outlook import outlook
 from ..training.memory.plan import every_plan
+from ..training.memory.plan_table import outlook
+from ..training.run.saved_state import StateHandle
 from ..training.validation import validation_loss
 from .node import Node
 from .sockets import Dataset, Memory, Optimizer, encoded, schema, start_input, trained_clip

@@ -10,12 +10,12 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training import distributed
-from ..training.checkpoint import StateHandle
-from ..training.comfy import output, workers
-from ..training.comfy.denoiser import ComfyDenoiser
-from ..training.comfy.graph_run import GraphRun, QueuedNode
-from ..training.comfy.samples import SamplePrompts
-from ..training.comfy.starting import first_state
+from ..training.comfy.files import trained_lora as output
+from ..training.comfy.files.initial_lora import first_state
+from ..training.comfy.model.denoiser import ComfyDenoiser
+from ..training.comfy.run import workers
+from ..training.comfy.run.graph_run import GraphRun, QueuedNode
+from ..training.comfy.run.samples import SamplePrompts
 from ..training.config import (
     AdapterConfig,
     MemoryConfig,
@@ -25,6 +25,7 @@ from ..training.config import (
     ValidationConfig,
 )
 from ..training.family import Family
+from ..training.run.saved_state import StateHandle
 from .node import Node
 from .sockets import (
     Checkpoints,

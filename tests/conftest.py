@@ -1,6 +1,6 @@
 """What every test gets: this checkout as the package `graft`, whatever its folder is called.
 
-Tests import it by that name: `from graft.training.loop import train`, `from graft.tests.tiny import ...`.
+Tests import it by that name: `from graft.training.loop import train`.
 """
 
 import os
@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = (
 ROOT = Path(__file__).resolve().parent.parent
 
 pytest.register_assert_rewrite("graft.tests")
-runpy.run_path(str(ROOT / "training" / "headless" / "launch.py"))["import_graft"]()
+runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
 
 
 class RootIsNoTestPackage:

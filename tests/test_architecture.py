@@ -21,6 +21,8 @@ HOST = {
     "aiohttp",
     "execution",
 }
+FLOORS = ("training", "training/comfy", "starter", "nodes", "commands", "dev", "tests")
+"""From the ground up: a room imports from its own floor and from those below."""
 
 
 def imports(path):
@@ -36,30 +38,33 @@ def files(folder):
     return sorted(path for path in (ROOT / folder).rglob("*.py"))
 
 
-def engine():
-    """Return the files of training/ but training/headless, which starts ComfyUI and uses everything."""
-    return [path for path in files("training") if path.parent.name != "headless"]
+def floor(path):
+    """Return the floor that a file or folder of the checkout is on."""
+    room = path.relative_to(ROOT).as_posix()
+    return max(i for i, name in enumerate(FLOORS) if room == name or room.startswith(f"{name}/"))
 
 
-@pytest.mark.parametrize("path", engine(), ids=lambda p: str(p.relative_to(ROOT)))
+def id_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", files("training"), ids=id_of)
 def test_only_training_comfy_imports_comfyui(path):
     roots = {module.split(".")[0] for module, level in imports(path) if level == 0}
-    assert "comfy" in path.parent.parts or not roots & HOST
+    assert floor(path) == FLOORS.index("training/comfy") or not roots & HOST
 
 
-@pytest.mark.parametrize("path", engine(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_imports_what_starts_programs(path):
-    assert path.name == "cli.py" or not [
-        m for m, level in imports(path) if level and "headless" in m.split(".")
-    ]
-
-
-@pytest.mark.parametrize("path", engine(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_engine_imports_neither_nodes_nor_its_own_comfyui_part(path):
+@pytest.mark.parametrize(
+    "path", [p for room in FLOORS[:-2] if "/" not in room for p in files(room)], ids=id_of
+)
+def test_no_room_imports_from_a_floor_above_it(path):
     for module, level in imports(path):
-        climbs_out = level > len(path.relative_to(ROOT / "training").parts)
-        into_comfy = level and module.split(".")[0] == "comfy" and "comfy" not in path.parent.parts
-        assert path.name == "cli.py" or not (climbs_out or into_comfy), f"imports {'.' * level}{module}"
+        if level:
+            target = (
+                path.parents[level - 1].joinpath(*module.split(".")) if module else path.parents[level - 1]
+            )
+            up = target != ROOT and floor(target) > floor(path)
+            assert not up, f"imports {'.' * level}{module}"
 
 
 @pytest.mark.parametrize("path", files("nodes"), ids=lambda p: p.name)

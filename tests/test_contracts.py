@@ -16,22 +16,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graft.training.checkpoint import load_state, open_state, save_state
 from graft.training.config import ADDED, CheckpointConfig, TrainConfig, added, from_dict, to_dict
 from graft.training.data import augment, cache, fingerprint, join, scan
-from graft.training.job import read_job
+from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.job.read import read_job
 from graft.training.loop import train
-from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.queued import queued, run_settings, settings_of
-from graft.training.run import Run, execute, saved_steps, states_up_to
+from graft.training.run.execute import Run, execute, saved_steps, states_up_to
+from graft.training.run.queued import queued, run_settings, settings_of
 from graft.training.run.run_log import read_log
+from graft.training.run.saved_state import load_state, open_state, save_state
 from graft.training.tools.merge import digest as lora_digest
 
 from .contracts import make
 from .contracts.make import CONFIGS, HERE, PARTS, PICTURES, RUN, STATE, STEPS, go, tree
-from .data.helpers import FakeEncoder
+from .support.datasets import FakeEncoder
+from .support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
 from .test_laws import assert_same
-from .tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
 
 KNOWN = json.loads((HERE / "known.json").read_text(encoding="utf-8"))
 [FOLDER] = (HERE / "run").iterdir()

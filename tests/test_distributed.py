@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from graft.training import distributed
-from graft.training.checkpoint import load_state
-from graft.training.run import Run, latest
+from graft.training.run.execute import Run, latest
+from graft.training.run.saved_state import load_state
 
-from . import ranks
+from .support import ranks
 from .test_laws import assert_same
 
 pytestmark = [

@@ -3,7 +3,7 @@
 import pytest
 
 from graft.training.family import FAMILIES, family_of
-from graft.training.lora_file.names import ARCHITECTURES, architecture_of
+from graft.training.files.lora.names import ARCHITECTURES, architecture_of
 
 
 def test_klein_has_no_input_for_guidance_and_is_drawn_with_a_scale():

@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graft.tests.adapters.cases import adapter_config, train_config
-from graft.tests.tiny import Network, TinyDataset, TinyDenoiser
+from graft.commands.headless.server import GRAFT, find_comfyui, server
+from graft.tests.support.adapter_cases import adapter_config, train_config
+from graft.tests.support.tiny import Network, TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig, OptimizerConfig
-from graft.training.headless.server import GRAFT, find_comfyui, server
 from graft.training.loop import train
-from graft.training.memory.outlook import probe
 from graft.training.memory.plan import Plan, candidates, predictor
+from graft.training.memory.plan_table import probe
 from graft.training.model import Batch
 
 try:

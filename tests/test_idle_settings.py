@@ -8,16 +8,22 @@ from functools import cache
 
 import pytest
 
-from graft.training.adapters import ADAPTERS
-from graft.training.config import AdapterConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from graft.training.adapters.build import ADAPTERS
+from graft.training.config import (
+    AdapterConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from graft.training.idle_settings import IDLE, idle_notes, run_settings
 from graft.training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
 from graft.training.objective.weighting import LOSSES, WEIGHTINGS
-from graft.training.optimizer import OPTIMIZERS
-from graft.training.schedule import SCHEDULES
+from graft.training.optimizer.build import OPTIMIZERS
+from graft.training.optimizer.schedule import SCHEDULES
 
+from .support.tiny import FAMILY
 from .test_laws import CONFIG, run
-from .tiny import FAMILY
 
 PARTS = ("adapter", "optimizer", "schedule", "objective", "ema")
 CHOICES = {

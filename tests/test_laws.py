@@ -8,16 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-from graft.training import objective
-from graft.training.adapters import attach, restore_adapters
-from graft.training.checkpoint import load_state, save_state
+from graft.training.adapters.build import attach, restore_adapters
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from graft.training.live_state import Work
 from graft.training.loop import clip_gradients, gradients, initial_state, train
 from graft.training.model import Batch
+from graft.training.objective import loss as objective
+from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
-from graft.training.work import Work
 
-from .tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
+from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 CONFIG = TrainConfig(
     batch_size=2,

@@ -8,15 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-from graft.training import loop, objective, rng
+from graft.training import loop, rng
 from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
 from graft.training.model import NO_ROOM
-from graft.training.run import Run, execute, handed_on, run_key
+from graft.training.objective import loss as objective
+from graft.training.run.execute import Run, execute, handed_on, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
+from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 from .test_laws import CONFIG, assert_same
-from .tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 
 def test_validation_is_bit_deterministic():

@@ -1,1 +1,1 @@
-"""Graft's training engine. Of it only `training.comfy` imports ComfyUI; `training.headless` starts one."""
+"""Graft's training engine: what trains, and nothing else. Only `training.comfy` imports ComfyUI."""

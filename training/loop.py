@@ -13,20 +13,22 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from . import distributed, objective
-from .adapters import build_adapters, draws, initialise, named_parameters, needs_base, select
+from . import distributed
+from .adapters.build import build_adapters, draws, initialise, named_parameters, needs_base
+from .adapters.select import select
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
-from .coverage import Coverage
+from .live_state import Work
+from .memory.device_memory import forget_peak, in_use, peak_bytes
 from .memory.placement import Placement
 from .memory.plan import budget_of, fitting, is_limit_hard
 from .memory.precision import compute_dtype
-from .memory.store import UNPLACED
-from .memory.usage import forget_peak, in_use, peak_bytes
+from .memory.weight_store import UNPLACED
 from .model import Batch, Dataset, Denoiser, Samples
-from .schedule import multiplier
+from .objective import loss as objective
+from .optimizer.gradient_check import Coverage
+from .optimizer.schedule import multiplier
 from .state import TrainState, best_step
 from .validation import held_out_loss
-from .work import Work
 
 STOP = "stop"
 """What `on_step` returns to end the run after the step that it was told of."""

@@ -1,7 +1,7 @@
 """What the engine asks of a model: the nouns that travel between data, objective and loop.
 
 ComfyUI's models are Denoisers and Encoders in `training/comfy/`, encoded pictures a Dataset in
-`training/data/`; the tests have theirs in `tests/tiny.py`.
+`training/data/`; the tests have theirs in `tests/support/tiny.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .family import Family
-from .layer import FrozenLayer, LayerSpec
 from .memory.offload import PinnedMemory
+from .network.frozen_layer import FrozenLayer, LayerSpec
 
 Conditioning = Mapping[str, Tensor]
 """What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output"

@@ -12,13 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import objective, rng
-from .adapters import restore_adapters
+from . import rng
+from .adapters.build import restore_adapters
 from .config import MemoryConfig, ObjectiveConfig
 from .memory.placement import Placement
 from .memory.plan import Plan, candidates
 from .memory.precision import compute_dtype
 from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
+from .objective import loss as objective
 from .objective.sigmas import is_flow, to_sigmas
 from .state import TrainState
 

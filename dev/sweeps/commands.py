@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from graft.training import cli
+from graft.commands import cli
 
 from .bad_files import BAD, MALFORMED, UNUSABLE, file_name, lora, put, witness
 from .report import Case, Problem
 from .target import BLOCK
 
-DEMO = Path(__file__).resolve().parents[2] / "demo"
-BASE = DEMO / "base" / "graft_tiny_sd3.safetensors"
+STARTER = Path(__file__).resolve().parents[2] / "starter"
+BASE = STARTER / "base" / "graft_tiny_sd3.safetensors"
 SECONDS = 20.0
 """What a command may take; none has more to do than read a small checkpoint."""
 
@@ -99,8 +99,8 @@ def _cases(place: Path) -> Iterator[Case]:
 def warm_up() -> None:
     """Import what the commands do, so that forks need not, and ComfyUI for `graft plan`."""
     import_commands()
-    importlib.import_module("graft.training.headless.comfyui").start_comfyui()
-    importlib.import_module("graft.training.comfy.outline")
+    importlib.import_module("graft.commands.headless.comfyui").start_comfyui()
+    importlib.import_module("graft.training.comfy.model.outline")
 
 
 def import_commands() -> None:

@@ -12,7 +12,7 @@ Prompt = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / "example_workflows" / "api" / "first_lora.json"
-BASE_MODEL = ROOT / "demo" / "base" / "graft_tiny_sd3.safetensors"
+BASE_MODEL = ROOT / "starter" / "base" / "graft_tiny_sd3.safetensors"
 TEXT_ENCODER = "graft_tiny_clip_l.safetensors"
 BASE, DATASET, ENCODE, LORA, TRAIN, SAVE = "1", "2", "3", "4", "5", "6"
 """Its nodes."""

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from PIL import Image
 
-from graft.training.whole_file import TEMPORARY
+from graft.training.files.whole_file import TEMPORARY
 
 from .files import prepare
 from .graphs import BASE, DATASET, ENCODE, LORA, SAVE, TRAIN, Prompt, node, part, write_pictures

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import psutil
 
-from graft.training.headless.server import Server, make_folders, server
+from graft.commands.headless.server import Server, make_folders, server
 
 from .report import Problem
 

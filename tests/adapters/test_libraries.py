@@ -12,10 +12,10 @@ from lycoris.functional import lokr as lycoris_lokr
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from graft.training.adapters import draws
+from graft.training.adapters.build import draws
 from graft.training.adapters.lokr import LoKr, factorise
 
-from .cases import LAYERS, METHODS, base_weight, case, merged_output, trained_case
+from ..support.adapter_cases import LAYERS, METHODS, base_weight, case, merged_output, trained_case
 
 KINDS = [kind for kind in LAYERS if kind != "embedding"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graft.tests.tiny import TinyDataset, TinyDenoiser
-from graft.training.adapters import attach, draws, for_layer, method_of
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser
+from graft.training.adapters.build import attach, draws, for_layer, method_of
 from graft.training.config import AdapterConfig
+from graft.training.files.lora.read import rounded
 from graft.training.loop import train
-from graft.training.lora_file import rounded
 
-from .cases import (
+from ..support.adapter_cases import (
     LAYERS,
     METHODS,
     adapter_config,

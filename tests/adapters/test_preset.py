@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from graft.tests.tiny import FAMILY, TinyDenoiser
-from graft.training.adapters import build_adapters, for_layer, select
+from graft.tests.support.tiny import FAMILY, TinyDenoiser
+from graft.training.adapters.build import build_adapters, for_layer, select
 from graft.training.adapters.preset import apply_preset
 from graft.training.config import AdapterConfig
 

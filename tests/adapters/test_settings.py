@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 
-from graft.tests.tiny import FAMILY, TinyDenoiser
-from graft.training.adapters import (
+from graft.tests.support.tiny import FAMILY, TinyDenoiser
+from graft.training.adapters.build import (
     attach,
     build_adapters,
     draws,
@@ -27,7 +27,7 @@ from graft.training.config import AdapterConfig, from_dict, to_dict
 from graft.training.family import TEXT, is_text
 from graft.training.loop import initial_state
 
-from .cases import adapter_config, case, fresh_state, train_config, trained_case
+from ..support.adapter_cases import adapter_config, case, fresh_state, train_config, trained_case
 
 SPECS = TinyDenoiser().specs
 
@@ -240,7 +240,7 @@ def test_methods_that_start_from_the_base_say_so_when_it_is_missing():
 
 
 def test_dora_is_refused_for_one_output_because_loaders_would_misread_it():
-    from graft.training.layer import LayerSpec
+    from graft.training.network.frozen_layer import LayerSpec
 
     with pytest.raises(ValueError, match="Exclude that layer"):
         build_adapters({"a": LayerSpec("linear", (1, 8))}, AdapterConfig(algorithm="dora"))

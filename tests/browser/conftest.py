@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from graft.tests.browser.chromium import chromium
-from graft.tests.browser.editor import Editor
-from graft.training.headless.server import find_comfyui, server
+from graft.commands.headless.server import find_comfyui, server
+from graft.tests.support.chromium import chromium
+from graft.tests.support.editor import Editor
 
 
 @pytest.fixture(scope="module")

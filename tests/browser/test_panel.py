@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 import graft
-from graft.tests.browser.editor import Editor
-from graft.training.queued import run_settings
+from graft.tests.support.editor import Editor
+from graft.training.run.queued import run_settings
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(

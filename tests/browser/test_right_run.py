@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import graft
-from graft.tests.browser.editor import Editor
-from graft.training.headless.server import find_comfyui, server
+from graft.commands.headless.server import find_comfyui, server
+from graft.tests.support.editor import Editor
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(

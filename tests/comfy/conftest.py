@@ -1,8 +1,8 @@
 """Tests against the real ComfyUI: in this process (every file here may `import comfy.sd`) or as a server.
 
-It runs on the CPU, on the GPU with GRAFT_TEST_DEVICE=cuda, or on the pretended one of `tests/card.py` with
-GRAFT_TEST_DEVICE=card; with "cuda-dynamic" and "dynamic" under a newer ComfyUI's dynamic VRAM
-(`tests/dynamic_vram.py`).
+It runs on the CPU, on the GPU with GRAFT_TEST_DEVICE=cuda, or on the pretended one of
+`tests/support/card.py` with GRAFT_TEST_DEVICE=card; with "cuda-dynamic" and "dynamic" under a newer
+ComfyUI's dynamic VRAM (`tests/support/dynamic_vram.py`).
 COMFYUI_PATH chooses another ComfyUI.
 """
 
@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import graft
-from graft.tests import card, dynamic_vram
-from graft.tests.card import DEVICE, DYNAMIC, PRETENDED
-from graft.training.headless.server import find_comfyui, install_graft, make_folders, server
+from graft.commands.headless.server import find_comfyui, install_graft, make_folders, server
+from graft.tests.support import card, dynamic_vram
+from graft.tests.support.card import DEVICE, DYNAMIC, PRETENDED
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))

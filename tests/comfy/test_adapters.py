@@ -17,13 +17,13 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors.torch import save_file
 from torch import nn
 
-from graft.tests import dynamic_vram
-from graft.tests.adapters.cases import LAYERS, METHODS, adapter_config, base_weight, trained_case
-from graft.tests.tiny import FAMILY
-from graft.training.adapters import attach, build_adapters, initialise, named_parameters
-from graft.training.comfy import weights
-from graft.training.lora_file import lora_key, lora_tensors, read_lora
-from graft.training.memory.store import Store
+from graft.tests.support import dynamic_vram
+from graft.tests.support.adapter_cases import LAYERS, METHODS, adapter_config, base_weight, trained_case
+from graft.tests.support.tiny import FAMILY
+from graft.training.adapters.build import attach, build_adapters, initialise, named_parameters
+from graft.training.comfy.model import weights
+from graft.training.files.lora.read import lora_key, lora_tensors, read_lora
+from graft.training.memory.weight_store import Store
 from graft.training.state import TrainState
 from graft.training.tools.merge import merged_weight
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from graft.benchmarks.base_models import NARROW
-from graft.benchmarks.step import CONTENDERS, as_table, measure
-from graft.tests.card import PRETENDED
+from graft.commands.bench.base_models import NARROW
+from graft.commands.bench.step import CONTENDERS, as_table, measure
+from graft.tests.support.card import PRETENDED
 
 SMALL = replace(NARROW["flux"], network={**NARROW["flux"].network, "depth": 1, "depth_single_blocks": 1})
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from graft.nodes.lora import BuildLora
 from graft.nodes.lora_settings import LoraSettings
-from graft.tests import dynamic_vram
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
-from graft.training.adapters import build_adapters, select
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.notes import run_notes
-from graft.training.comfy.starting import first_state, summary
+from graft.tests.support import dynamic_vram
+from graft.training.adapters.build import build_adapters, select
+from graft.training.comfy.files.initial_lora import first_state, summary
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.run.notes import run_notes
 from graft.training.config import TrainConfig
 
 from .test_training import sd3_state_dict

@@ -8,10 +8,10 @@ import torch
 
 from graft.nodes import dataset
 from graft.nodes.base_model import LoadBaseModel
-from graft.training.comfy import session
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.encoder import ComfyEncoder
-from graft.training.comfy.samples import SamplePrompts
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.encoder import ComfyEncoder
+from graft.training.comfy.run import session
+from graft.training.comfy.run.samples import SamplePrompts
 from graft.training.data.caption import LONGEST
 
 from .test_first_lora import first_lora, four_squares

@@ -27,16 +27,17 @@ from graft.nodes.node import Files
 from graft.nodes.widgets import added, widget
 from graft.tests.contracts.make import HERE, TRAIN_STEPS
 from graft.training import config as settings
-from graft.training.comfy import paths, shown
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.graph_run import QueuedNode
-from graft.training.comfy.loading import load_base
-from graft.training.comfy.shown import added_inputs
-from graft.training.comfy.starting import first_state
+from graft.training.comfy.files import paths
+from graft.training.comfy.files.initial_lora import first_state
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.loading import load_base
+from graft.training.comfy.run import shown_run as shown
+from graft.training.comfy.run.graph_run import QueuedNode
+from graft.training.comfy.run.shown_run import added_inputs
 from graft.training.config import AdapterConfig, TrainConfig, from_dict
 from graft.training.data import resolve_dataset
-from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.queued import run_settings, settings_of
+from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.run.queued import run_settings, settings_of
 from graft.training.tools.merge import digest as lora_digest
 
 LORA = HERE / "lora.safetensors"
@@ -150,7 +151,7 @@ def test_the_files_of_saved_graphs_are_in_the_menus(graft_nodes):
     assert "graft_tiny_sd3.safetensors" in model.options
     assert "graft_tiny_clip_l.safetensors" in encoder.options
     [folder] = (e for e in graft_nodes["GraftLoadDataset"].GET_SCHEMA().inputs if e.id == "folder")
-    assert "demo/dataset" in folder.options
+    assert isinstance(folder, Files)  # a menu where a name that it does not show may be given
 
 
 # The starter model: its runs and its LoRAs

@@ -9,15 +9,15 @@ import pytest
 import torch
 from comfy.model_management import get_torch_device
 
-from graft.tests import card
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.tests.support import card
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import MemoryConfig
 from graft.training.loop import train
-from graft.training.memory.checkpointing import MODES
+from graft.training.memory.activation_checkpointing import MODES
 from graft.training.memory.offload import SMALLEST_INPUT
 
+from ..support.tiny_models import TINY
 from .test_families import CONFIG, Samples
-from .tiny_models import TINY
 
 
 @pytest.mark.parametrize("mode", ["none", "block"])

@@ -8,18 +8,18 @@ import comfy.model_management
 import pytest
 import torch
 
-from graft.tests import dynamic_vram
-from graft.tests.card import PRETENDED
-from graft.training.comfy import device, weights
-from graft.training.comfy.at_rest import unload
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.tests.support import dynamic_vram
+from graft.tests.support.card import PRETENDED
+from graft.training.comfy.model import device, weights
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.unload import unload
 from graft.training.config import MemoryConfig
 from graft.training.loop import train
 from graft.training.memory.plan import GIB, budget_of
 
+from ..support.tiny_models import TINY
 from .test_families import CONFIG, Samples
 from .test_text_encoders import clip_of, tiny
-from .tiny_models import TINY
 
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

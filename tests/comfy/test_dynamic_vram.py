@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graft.tests import dynamic_vram
-from graft.training.comfy import loading
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.fingerprint import fingerprint
+from graft.tests.support import dynamic_vram
+from graft.training.comfy.model import loading
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.fingerprint import fingerprint
 from graft.training.loop import train
 
+from ..support.tiny_models import TINY
+from ..support.tiny_others import OTHERS
 from .test_families import CONFIG, Samples
 from .test_fingerprint import BASE, with_difference
-from .tiny_models import TINY
-from .tiny_others import OTHERS
 
 MODELS = {**TINY, **{name: OTHERS[name] for name in ("anima", "cosmos_predict2", "ernie", "joyimage")}}
 """Every family, and those that hand their norms' weights to functions that training replaces."""

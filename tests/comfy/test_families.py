@@ -10,11 +10,11 @@ import comfy.sd
 import pytest
 import torch
 
-from graft.tests.comfy.tiny_models import FILES, SIBLINGS, TINY, state_dict
+from graft.tests.support.tiny_models import FILES, SIBLINGS, TINY, state_dict
 from graft.training import rng
-from graft.training.adapters import attach, matches, restore_adapters, select
-from graft.training.comfy.denoiser import ComfyDenoiser, sdpa
-from graft.training.comfy.differentiable import differentiable
+from graft.training.adapters.build import attach, matches, restore_adapters, select
+from graft.training.comfy.model.denoiser import ComfyDenoiser, sdpa
+from graft.training.comfy.model.differentiable import differentiable
 from graft.training.comfy.versions import training_mode
 from graft.training.config import (
     AdapterConfig,
@@ -25,9 +25,9 @@ from graft.training.config import (
     TrainConfig,
 )
 from graft.training.family import CONVOLUTIONS
+from graft.training.files.lora.read import lora_tensors
 from graft.training.loop import initial_state, train
-from graft.training.lora_file import lora_tensors
-from graft.training.objective import loss, noised
+from graft.training.objective.loss import loss, noised
 
 CONFIG = TrainConfig(
     batch_size=2,

@@ -8,11 +8,13 @@ import comfy.model_management
 import pytest
 import torch
 
-from graft.training import loop, run, validation
-from graft.training.comfy import encoder, loading, samples
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training import loop, validation
+from graft.training.comfy.model import encoder, loading
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.run import samples
 from graft.training.data.batch import EncodedDataset
-from graft.training.work import Work
+from graft.training.live_state import Work
+from graft.training.run import execute as run
 
 from .test_samples import images, sampled  # noqa: F401 (a fixture)
 

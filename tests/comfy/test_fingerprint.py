@@ -14,19 +14,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graft
-from graft.training import tensor_digest
-from graft.training.comfy import loading
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
-from graft.training.comfy.weights import numbers_of
+from graft.training.comfy.model import loading
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.fingerprint import (
+    earlier_fingerprint,
+    fingerprint,
+    sampling_settings,
+    settings,
+)
+from graft.training.comfy.model.weights import numbers_of
+from graft.training.files import tensor_digest
+from graft.training.files.tensor_digest import sample_digest
 from graft.training.loop import train
-from graft.training.run import run_key
-from graft.training.tensor_digest import sample_digest
+from graft.training.run.execute import run_key
 
+from ..support.tiny_models import TINY
 from .test_families import CONFIG, Samples
-from .tiny_models import TINY
 
-BASE = Path(graft.__file__).parent / "demo" / "base" / "graft_tiny_sd3.safetensors"
+BASE = Path(graft.__file__).parent / "starter" / "base" / "graft_tiny_sd3.safetensors"
 
 
 def fingerprint_of(patcher):

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import graft
-from graft.training import run as runs
+from graft.training.run import execute as runs
 
 WORKFLOW = Path(graft.__file__).parent / "example_workflows" / "api" / "first_lora.json"
 

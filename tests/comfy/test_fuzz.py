@@ -16,8 +16,8 @@ import uuid
 import pytest
 from PIL import Image
 
+from graft.commands.headless.server import server
 from graft.nodes import ALL_NODES
-from graft.training.headless.server import server
 
 PROMPTS = int(os.environ.get("GRAFT_FUZZ_PROMPTS", 300))
 SEED = int(os.environ.get("GRAFT_FUZZ_SEED", 0))

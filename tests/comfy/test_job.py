@@ -18,12 +18,12 @@ from PIL import Image
 from safetensors import safe_open
 
 import graft
-from graft.tests.test_job import ERIDIFFUSION
-from graft.training.headless import launch
-from graft.training.headless.export import as_text
-from graft.training.headless.train import extra_data
-from graft.training.job import compile_job, read_job
+from graft import __main__ as launch
+from graft.commands.export_workflow import as_text
+from graft.commands.train import extra_data
+from graft.tests.job.test_job import ERIDIFFUSION
 from graft.training.job.graph import NODES
+from graft.training.job.read import compile_job, read_job
 
 ROOT = Path(graft.__file__).parent
 JOB = ROOT / "example_workflows" / "jobs" / "first_lora.yaml"

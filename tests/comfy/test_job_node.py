@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from graft.nodes.job import TrainingJob
-from graft.training.comfy import jobs
-from graft.training.job import compile_job
+from graft.training.comfy.files import job_files as jobs
+from graft.training.job.read import compile_job
 
 from .test_job import images, small
 

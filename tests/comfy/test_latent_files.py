@@ -6,8 +6,8 @@ import torch
 
 from graft.nodes.base_model import LoadBaseModel
 from graft.nodes.dataset import EncodeDataset, LoadDataset
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.encoder import ComfyEncoder
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.encoder import ComfyEncoder
 
 from .test_first_lora import four_squares
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graft
-from graft.nodes import embedded
-from graft.training.comfy import loading
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.starter import in_comfyui as embedded
+from graft.training.comfy.model import loading
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 
-BASE = Path(graft.__file__).parent / "demo" / "base" / "graft_tiny_sd3.safetensors"
+BASE = Path(graft.__file__).parent / "starter" / "base" / "graft_tiny_sd3.safetensors"
 
 
 @pytest.fixture

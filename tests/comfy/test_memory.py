@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from graft.tests.card import DEVICE, PRETENDED
-from graft.tests.comfy.tiny_models import TINY
-from graft.tests.memory.helpers import measured, step_gradients
-from graft.training.adapters import select
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.tests.support.card import DEVICE, PRETENDED
+from graft.tests.support.memory import measured, step_gradients
+from graft.tests.support.tiny_models import TINY
+from graft.training.adapters.build import select
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
 from graft.training.loop import train
 from graft.training.memory import compiling
-from graft.training.memory.checkpointing import MODES
-from graft.training.memory.forecast import forecast
+from graft.training.memory.activation_checkpointing import MODES
+from graft.training.memory.estimate import forecast
 from graft.training.memory.plan import Plan, fits_surely, predictor
 
 from .test_families import Samples

@@ -7,9 +7,9 @@ import pytest
 from graft.nodes.dataset import JoinDatasets, PreviewDataset
 from graft.nodes.settings import ValidationSettings
 from graft.nodes.tools import MemoryPlan, ValidationLoss
-from graft.tests.comfy.tiny_models import TINY
+from graft.tests.support.tiny_models import TINY
 from graft.training.config import AdapterConfig, MemoryConfig
-from graft.training.memory.store import STORES
+from graft.training.memory.weight_store import STORES
 
 
 class Encoded:

@@ -11,17 +11,23 @@ from safetensors.torch import load_file, save_file
 
 from graft.dev import exports_comfy
 from graft.tests.comfy.test_text_encoders import clip_of
-from graft.tests.comfy.tiny_models import SIBLINGS, TINY
-from graft.tests.comfy.tiny_others import OTHERS
-from graft.training.adapters import restore_adapters
-from graft.training.comfy import lora_files
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.tests.support.tiny_models import SIBLINGS, TINY
+from graft.tests.support.tiny_others import OTHERS
+from graft.training.adapters.build import restore_adapters
+from graft.training.comfy.files import lora_files
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
+from graft.training.files.lora.diffusers import comfy_reads, diffusers_tensors
+from graft.training.files.lora.initial_weights import match_layers, start_from_file
+from graft.training.files.lora.names import (
+    Target,
+    comfy_names,
+    in_diffusers_names,
+    network_names,
+    text_names,
+)
+from graft.training.files.lora.read import lora_tensors, read_lora, split_key
 from graft.training.loop import initial_state
-from graft.training.lora_file import lora_tensors, read_lora, split_key
-from graft.training.lora_file.formats import comfy_reads, diffusers_tensors
-from graft.training.lora_file.names import Target, comfy_names, in_diffusers_names, network_names, text_names
-from graft.training.lora_file.start import match_layers, start_from_file
 from graft.training.tools.convert import convert
 from graft.training.tools.merge import merge_files, merged_weight
 from graft.training.tools.resize import resize

@@ -1,4 +1,4 @@
-"""What trains on the CPU also trains on a device that is none: the one that `tests/card.py` pretends."""
+"""What trains on the CPU also trains on the pretended device of `tests/support/card.py`."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graft.tests.card import PRETENDED
 from graft.tests.comfy.test_families import two_steps, unmoved
-from graft.tests.comfy.tiny_others import OTHERS
-from graft.training.adapters import matches
+from graft.tests.support.card import PRETENDED
+from graft.tests.support.tiny_others import OTHERS
+from graft.training.adapters.build import matches
 from graft.training.comfy import versions
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 
 IN_PLACE = ("ltxav", "ltxv", "pixeldit")
 """They change in place what autograd kept: their first step fails and is computed again with copies."""

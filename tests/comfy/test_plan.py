@@ -8,17 +8,17 @@ import torch
 from comfy.ldm.flux.model import Flux, FluxParams
 from safetensors.torch import save_file
 
-from graft.benchmarks.base_models import SMALL
-from graft.tests import dynamic_vram
-from graft.tests.comfy.tiny_models import FILES, fields, state_dict
-from graft.training.adapters import select
-from graft.training.cli import main
-from graft.training.comfy import outline as module
-from graft.training.comfy.outline import TEXTS, Text, outline, outlined_batch
+from graft.commands.bench.base_models import SMALL
+from graft.commands.cli import main
+from graft.commands.plan import memory, pixels
+from graft.tests.support import dynamic_vram
+from graft.tests.support.tiny_models import FILES, fields, state_dict
+from graft.training.adapters.build import select
+from graft.training.comfy.model import outline as module
+from graft.training.comfy.model.outline import TEXTS, Text, outline, outlined_batch
 from graft.training.config import AdapterConfig
-from graft.training.headless.plan import memory, pixels
-from graft.training.memory.forecast import forecast
-from graft.training.memory.store import bytes_of
+from graft.training.memory.estimate import forecast
+from graft.training.memory.weight_store import bytes_of
 
 pytestmark = dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
 TINY_TEXT = Text(8, 64, 2048)

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import ones
 
-from graft.training.headless.server import PromptError
+from graft.commands.headless.server import PromptError
 
 HALF = "\ud83d"
 BLANK = {

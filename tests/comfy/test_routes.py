@@ -17,11 +17,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import graft
-from graft.tests.comfy.watch import watched
-from graft.training import queued
-from graft.training.comfy import paths, server, session
+from graft.tests.support.opened_files import watched
+from graft.training.comfy.files import paths
+from graft.training.comfy.run import routes as server
+from graft.training.comfy.run import session
 from graft.training.loop import STOP, Progress
-from graft.training.run import run_log
+from graft.training.run import queued, run_log
 
 CASES = int(os.environ.get("GRAFT_FUZZ_CASES", 2000))
 RUN = "people/anna-0123456789abcdef"

@@ -19,13 +19,13 @@ import torch
 from comfy.taesd.taesd import TAESD
 from PIL import Image
 
-from graft.nodes import embedded
-from graft.training.comfy import grid
-from graft.training.comfy import samples as samples_module
-from graft.training.comfy.notes import family_in
+from graft.starter import in_comfyui as embedded
+from graft.training.comfy.run import checkpoint_grid as grid
+from graft.training.comfy.run import samples as samples_module
+from graft.training.comfy.run.notes import family_in
 
+from ..support.tiny_models import TINY
 from .test_first_lora import assert_same_lora, first_lora, four_squares, lora
-from .tiny_models import TINY
 
 
 @pytest.fixture(scope="module", autouse=True)

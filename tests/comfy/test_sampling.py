@@ -6,7 +6,7 @@ import comfy.supported_models
 import pytest
 import torch
 
-from graft.training.objective import check_sampling, network_output, noised
+from graft.training.objective.loss import check_sampling, network_output, noised
 from graft.training.objective.weighting import Level
 
 TYPES = list(comfy.model_base.ModelType)

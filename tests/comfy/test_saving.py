@@ -12,13 +12,13 @@ from safetensors import safe_open
 
 from graft.nodes import output, train
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
-from graft.training import whole_file
-from graft.training.checkpoint import open_state, save_state
-from graft.training.comfy import paths
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.comfy.files import paths
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig
 from graft.training.family import FAMILIES, family_named
-from graft.training.lora_file import lora_tensors, read_lora
+from graft.training.files import whole_file
+from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.run.saved_state import open_state, save_state
 from graft.training.state import TrainState
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import graft
-from graft.training.headless.server import ComfyUIError, PromptError, server
+from graft.commands.headless.server import ComfyUIError, PromptError, server
 
 WORKFLOW = Path(graft.__file__).parent / "example_workflows" / "api" / "first_lora.json"
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graft.training.adapters import restore_adapters
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.training.adapters.build import restore_adapters
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
 from graft.training.family import is_text
+from graft.training.files.lora.diffusers import diffusers_tensors
+from graft.training.files.lora.initial_weights import config_from_file, match_layers, start_from_file
+from graft.training.files.lora.read import lora_tensors, read_lora
 from graft.training.loop import initial_state, train
-from graft.training.lora_file import lora_tensors, read_lora
-from graft.training.lora_file.formats import diffusers_tensors
-from graft.training.lora_file.start import config_from_file, match_layers, start_from_file
 from graft.training.state import TrainState
 
+from ..support.tiny_clips import clip_of
 from .test_text_encoders import CONFIG as WITH_TEXT
 from .test_text_encoders import tiny
 from .test_training import Noise, sd3_state_dict
-from .tiny_clips import clip_of
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,15 @@ import torch
 
 from graft.nodes.tools import MemoryPlan
 from graft.nodes.train import TrainSteps
-from graft.tests.card import PRETENDED
-from graft.tests.comfy.tiny_clips import ENCODERS, WIDTHS, clip_of
-from graft.tests.comfy.tiny_models import TINY
-from graft.tests.memory.helpers import measured
-from graft.training.adapters import attach, lr_scales, restore_adapters, select
-from graft.training.checkpoint import load_state, save_state
-from graft.training.comfy.at_rest import unload
-from graft.training.comfy.denoiser import ComfyDenoiser
-from graft.training.comfy.notes import family_in, model_file, run_notes
-from graft.training.comfy.output import with_lora
+from graft.tests.support.card import PRETENDED
+from graft.tests.support.memory import measured
+from graft.tests.support.tiny_clips import ENCODERS, WIDTHS, clip_of
+from graft.tests.support.tiny_models import TINY
+from graft.training.adapters.build import attach, lr_scales, restore_adapters, select
+from graft.training.comfy.files.trained_lora import with_lora
+from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.model.unload import unload
+from graft.training.comfy.run.notes import family_in, model_file, run_notes
 from graft.training.config import (
     AdapterConfig,
     MemoryConfig,
@@ -32,10 +31,11 @@ from graft.training.config import (
 from graft.training.data import DatasetConfig
 from graft.training.data.caption import variations
 from graft.training.family import is_text
+from graft.training.files.lora.diffusers import diffusers_tensors
+from graft.training.files.lora.read import lora_tensors
 from graft.training.loop import initial_state, train
-from graft.training.lora_file import lora_tensors
-from graft.training.lora_file.formats import diffusers_tensors
-from graft.training.memory.forecast import forecast
+from graft.training.memory.estimate import forecast
+from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
 CONTEXT = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 128}}

@@ -17,20 +17,20 @@ from comfy.ldm.modules.attention import attention_pytorch
 from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from torch.nn.attention import SDPBackend
 
-from graft.tests import dynamic_vram
-from graft.training.adapters import attach, restore_adapters
-from graft.training.checkpoint import load_state, save_state
-from graft.training.comfy import weights
-from graft.training.comfy.denoiser import ComfyDenoiser, concatenated
-from graft.training.comfy.output import with_lora
+from graft.tests.support import dynamic_vram
+from graft.training.adapters.build import attach, restore_adapters
+from graft.training.comfy.files.trained_lora import with_lora
+from graft.training.comfy.model import weights
+from graft.training.comfy.model.denoiser import ComfyDenoiser, concatenated
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
-from graft.training.forward import replaced
 from graft.training.loop import initial_state, train
 from graft.training.memory import compiling
 from graft.training.model import Batch
+from graft.training.network.replace_forward import replaced
+from graft.training.run.saved_state import load_state, save_state
 
+from ..support.tiny_models import TINY
 from .test_families import Samples
-from .tiny_models import TINY
 
 CONFIG = TrainConfig(
     batch_size=2,

@@ -6,11 +6,11 @@ import comfy.lora
 import pytest
 import torch
 
-from graft.tests.comfy.tiny_models import TINY
-from graft.tests.memory.helpers import step_gradients
-from graft.training.comfy.denoiser import ComfyDenoiser
+from graft.tests.support.memory import step_gradients
+from graft.tests.support.tiny_models import TINY
+from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
-from graft.training.memory.store import STORES, UNPLACED
+from graft.training.memory.weight_store import STORES, UNPLACED
 
 CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 ERRORS = {"resident": 0.0, "offload": 0.0, "fp8": 0.03, "int8": 0.012, "nf4": 0.10}

@@ -15,16 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graft.tests.card import PRETENDED
-from graft.tests.test_run import go
+from graft import __main__ as launch
+from graft.commands.headless.server import server
+from graft.tests.run.test_execute import go
+from graft.tests.support.card import PRETENDED
 from graft.training import distributed
-from graft.training.comfy import paths, session, workers
-from graft.training.headless import launch
-from graft.training.headless.server import server
-from graft.training.job import compile_job
+from graft.training.comfy.files import paths
+from graft.training.comfy.run import session, workers
 from graft.training.job.graph import NODES, of_kind
+from graft.training.job.read import compile_job
 from graft.training.loop import STOP
-from graft.training.run import Run, latest
+from graft.training.run.execute import Run, latest
 from graft.training.run.run_log import read_log
 
 from .test_job import images, small

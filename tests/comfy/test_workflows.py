@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 import graft
-from graft.example_workflows.make import at_demo_size, written
-from graft.training.headless.server import comfyui_version
+from graft.commands.headless.server import comfyui_version
+from graft.dev.make_workflows import at_demo_size, written
 
 FOLDER = Path(graft.__file__).parent / "example_workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -127,7 +127,7 @@ def test_the_files_are_what_make_writes(graft_nodes, comfyui):
         pytest.skip(f"make.py writes them with the stock nodes of ComfyUI {OLDEST}")
     described = json.loads(json.dumps({name: object_info(name, node) for name, node in graft_nodes.items()}))
     other = [path.name for path, text in written(described).items() if path.read_text("utf-8") != text]
-    assert not other, "run example_workflows/make.py, after changes to a note in its LAYOUTS"
+    assert not other, "run dev/make_workflows.py, after changes to a note in its LAYOUTS"
 
 
 def test_every_link_joins_slots_of_one_type_on_both_ends(pair, schemas):

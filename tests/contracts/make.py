@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from graft.tests.data.helpers import FakeEncoder
-from graft.tests.tiny import TinyDataset, TinyDenoiser, TinySamples
-from graft.training.checkpoint import StateHandle, save_state
+from graft.tests.support.datasets import FakeEncoder
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser, TinySamples
 from graft.training.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -34,11 +33,12 @@ from graft.training.data import EncodedDataset, SplitConfig, encode, join, scan
 from graft.training.data.augment import Jitter
 from graft.training.data.config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig
 from graft.training.data.index import SourceRules
-from graft.training.job import Job, read_job
+from graft.training.files.lora.read import read_lora
+from graft.training.job.read import Job, read_job
 from graft.training.loop import train
-from graft.training.lora_file import read_lora
-from graft.training.queued import note_queued, run_settings, settings_of
-from graft.training.run import Run, execute, run_key
+from graft.training.run.execute import Run, execute, run_key
+from graft.training.run.queued import note_queued, run_settings, settings_of
+from graft.training.run.saved_state import StateHandle, save_state
 from graft.training.state import LossScale
 from graft.training.tools.merge import digest as lora_digest
 

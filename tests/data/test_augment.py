@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from graft.tests.data.helpers import SMALL
+from graft.tests.support.datasets import SMALL
 from graft.training.data.augment import Jitter, View, recolour, views_for
 from graft.training.data.bucket import Crop
 from graft.training.data.config import AugmentConfig, DatasetConfig

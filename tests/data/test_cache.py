@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from graft.tests.data.helpers import SMALL, FakeEncoder, add, picture
-from graft.training.cli import main
+from graft import __main__ as launch
+from graft.commands.cli import main
+from graft.tests.support.datasets import SMALL, FakeEncoder, add, picture
 from graft.training.data import (
     AugmentConfig,
     BucketConfig,
@@ -28,7 +29,6 @@ from graft.training.data import (
 from graft.training.data.augment import render
 from graft.training.data.caption import variations
 from graft.training.data.hashes import file_digest
-from graft.training.headless import launch
 
 NAMES = "abcd"
 
@@ -159,7 +159,7 @@ def test_a_killed_run_continues_where_it_was(folder, tmp_path):
 KILLED = """
 import os, runpy, sys
 runpy.run_path(sys.argv[1])["import_graft"]()
-from graft.tests.data.helpers import SMALL, FakeEncoder
+from graft.tests.support.datasets import SMALL, FakeEncoder
 from graft.training.data import encode, scan
 
 class Killed(FakeEncoder):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graft.tests.data.helpers import HEIC, add, picture
+from graft.tests.support.datasets import HEIC, add, picture
 from graft.training.data import CaptionConfig, DatasetConfig, MaskConfig, fingerprint, scan
 from graft.training.data import folder as folder_module
 from graft.training.data.caption import LONGEST

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from graft.tests.data.helpers import HEIC, add, picture
+from graft.tests.support.datasets import HEIC, add, picture
 from graft.training.data.augment import Jitter, recolour
 from graft.training.data.bucket import crop_box
 from graft.training.data.image import crop_mask, read_mask, read_picture

@@ -2,7 +2,7 @@
 
 import torch
 
-from graft.tests.data.helpers import SMALL, FakeEncoder, add
+from graft.tests.support.datasets import SMALL, FakeEncoder, add
 from graft.training.data import CaptionConfig, DatasetConfig, encode, scan
 
 

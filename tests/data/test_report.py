@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from graft.tests.data.helpers import SMALL, FakeEncoder, add, picture
+from graft.tests.support.datasets import SMALL, FakeEncoder, add, picture
 from graft.training.data import BucketConfig, CaptionConfig, encode, join, preview, report, scan, summary
 
 

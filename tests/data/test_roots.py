@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from graft.tests.data.helpers import add
+from graft.tests.support.datasets import add
 from graft.training.data import list_datasets, resolve_dataset
 from graft.training.data import roots as roots_module
 from graft.training.data.roots import yaml_lines

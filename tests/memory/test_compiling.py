@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from graft.tests.adapters.cases import adapter_config, train_config
-from graft.tests.tiny import TinyDataset, TinyDenoiser, TinySamples
+from graft.tests.support.adapter_cases import adapter_config, train_config
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser, TinySamples
 from graft.training.config import MemoryConfig, TrainConfig, ValidationConfig
 from graft.training.loop import train
 from graft.training.memory import compiling
-from graft.training.memory.checkpointing import MODES
-from graft.training.run import run_key
+from graft.training.memory.activation_checkpointing import MODES
+from graft.training.run.execute import run_key
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from graft.tests.adapters.cases import trained_case
-from graft.tests.memory.helpers import saved_bytes
-from graft.training.adapters import attach, draws
+from graft.tests.support.adapter_cases import trained_case
+from graft.tests.support.memory import saved_bytes
 from graft.training.adapters.base import Adapter
+from graft.training.adapters.build import attach, draws
 from graft.training.adapters.fused import can_fuse
 
 FUSED = ("linear", "conv1d", "conv2d", "conv2d-1x1")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft.training.memory import gguf
 from graft.training.memory.gguf import LAYOUTS, packed_gguf
-from graft.training.memory.live import LiveTensors
+from graft.training.memory.tensor_counter import LiveTensors
 
 quants = pytest.importorskip("gguf.quants")
 

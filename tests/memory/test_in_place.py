@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from graft.tests.memory.helpers import step_gradients
 from graft.tests.memory.test_placement import config, same, trained
-from graft.tests.tiny import Block, TinyDataset, TinyDenoiser
-from graft.training.memory.checkpointing import MODES, checkpointed
+from graft.tests.support.memory import step_gradients
+from graft.tests.support.tiny import Block, TinyDataset, TinyDenoiser
+from graft.training.memory.activation_checkpointing import MODES, checkpointed
 from graft.training.memory.in_place import is_changed_in_place
-from graft.training.memory.outlook import probe
 from graft.training.memory.plan import candidates, predictor
+from graft.training.memory.plan_table import probe
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
 

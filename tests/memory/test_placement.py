@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graft.tests.adapters.cases import adapter_config, train_config
-from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.tests.support.adapter_cases import adapter_config, train_config
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig, TrainConfig
 from graft.training.loop import initial_state, train
-from graft.training.memory.checkpointing import MODES
+from graft.training.memory.activation_checkpointing import MODES
+from graft.training.memory.device_memory import limited_to
 from graft.training.memory.placement import is_out_of_memory
 from graft.training.memory.plan import candidates
-from graft.training.memory.store import STORES, UNPLACED
-from graft.training.memory.usage import limited_to
+from graft.training.memory.weight_store import STORES, UNPLACED
 from graft.training.model import NO_ROOM
-from graft.training.run import run_key
+from graft.training.run.execute import run_key
 
 
 def config(**memory):

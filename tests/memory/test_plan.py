@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from graft.tests.adapters.cases import adapter_config, train_config
-from graft.tests.tiny import TinyDataset, TinyDenoiser
+from graft.tests.support.adapter_cases import adapter_config, train_config
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
+from graft.training.live_state import Work
 from graft.training.loop import initial_state, train
-from graft.training.memory.checkpointing import MODES
-from graft.training.memory.forecast import Forecast
-from graft.training.memory.live import LiveTensors
+from graft.training.memory.activation_checkpointing import MODES
+from graft.training.memory.estimate import Forecast
 from graft.training.memory.placement import Placement
 from graft.training.memory.plan import (
     GIB,
@@ -33,9 +33,9 @@ from graft.training.memory.plan import (
     predictor,
     table,
 )
-from graft.training.memory.store import STORES, bytes_of, is_rounded
+from graft.training.memory.tensor_counter import LiveTensors
+from graft.training.memory.weight_store import STORES, bytes_of, is_rounded
 from graft.training.model import NO_ROOM, Room
-from graft.training.work import Work
 
 
 class Sized(TinyDataset):
@@ -186,7 +186,7 @@ def test_the_base_is_copied_once_more_where_blocks_are_computed_again():
 
 
 def test_a_rounded_layer_is_counted_whole_too_while_it_is_used(monkeypatch):
-    monkeypatch.setattr("graft.training.memory.store.SMALLEST", 1)
+    monkeypatch.setattr("graft.training.memory.weight_store.SMALLEST", 1)
     denoiser = TinyDenoiser()
     found = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("fp8", "none"))
     kept = bytes_of(denoiser.specs, denoiser.family.blocks, "fp8", torch.float32)

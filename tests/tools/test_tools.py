@@ -15,7 +15,15 @@ from graft.training.tools.low_rank import best_factors, best_of_product
 from graft.training.tools.merge import METADATA, AlreadyMerged, merge_files, merged_weight
 from graft.training.tools.resize import resize
 
-from .files import NAMES, PREFIX, checkpoint, lora_file, lora_path, lora_tensors, weight_differences
+from ..support.lora_files import (
+    NAMES,
+    PREFIX,
+    checkpoint,
+    lora_file,
+    lora_path,
+    lora_tensors,
+    weight_differences,
+)
 
 QKV = f"{PREFIX}blocks.0.attn.qkv.weight"
 

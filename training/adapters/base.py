@@ -1,7 +1,7 @@
 """What every adapter method shares: sitting on a layer, its share of dropout, and being named in a file.
 
 A method says how its parameters make a weight difference; a layer kind says how a weight is applied
-(`training.layer.LAYER_KINDS`). Neither knows the other, so N methods and M kinds are N + M pieces of code.
+(`frozen_layer.LAYER_KINDS`). Neither knows the other, so N methods and M kinds are N + M pieces of code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import AdapterConfig
-from ..forward import set_forward
-from ..layer import FrozenLayer, LayerSpec, dtype_for
+from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
+from ..network.replace_forward import set_forward
 from .dropout import Draw
 
 

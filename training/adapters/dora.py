@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..layer import FrozenLayer, LayerSpec, dtype_for
+from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
 from .dropout import Draw
 from .lora import LoRA
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import AdapterConfig
-from ..input_file import parse_json
+from ..files.input_file import parse_json
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "Transformer2DModel": ("*.transformer_blocks.*", "*.proj_in", "*.proj_out"),

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..config import AdapterConfig
 from ..family import Family, block_of, is_text
-from ..layer import LayerSpec
+from ..network.frozen_layer import LayerSpec
 from .lora import kernel_can_be_decomposed
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from .batch import EncodedDataset
 from .cache import encode
 from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, SplitConfig
 from .folder import fingerprint, scan
-from .memory import from_images
+from .image_batch import from_images
 from .preview import preview
 from .report import report, summary
 from .roots import list_datasets, resolve_dataset

@@ -20,7 +20,6 @@ from PIL.Image import Image
 from torch import Tensor
 
 from ..model import Encoder, OnProgress, no_progress
-from .ahead import ahead
 from .augment import View, render, views_for
 from .batch import EncodedDataset
 from .bucket import Crop, Size
@@ -31,7 +30,8 @@ from .image import crop_mask
 from .image_file import BadImage
 from .index import KEY_BYTES, NO_MASK, Index, IndexBuilder, SourceRules
 from .latent_file import architecture_of
-from .reading import content_of, mask_file, open_latents, open_sample
+from .open_sample import content_of, mask_file, open_latents, open_sample
+from .read_ahead import ahead
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
 

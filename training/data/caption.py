@@ -14,8 +14,8 @@ from itertools import product
 
 import torch
 
+from ..files.text import require_letters
 from ..rng import generator
-from ..text import require_letters
 from .config import CaptionConfig, DatasetConfig
 from .image_file import BadImage
 

@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
-from ..input_file import parse_json, require_ordinary
+from ..files.input_file import parse_json, require_ordinary
 from .config import CaptionConfig
 from .image_file import BadImage
 

@@ -18,7 +18,6 @@ from pathlib import Path, PurePosixPath
 
 from ..config import digest
 from ..model import OnProgress, no_progress
-from .ahead import ahead
 from .caption import require_usable
 from .caption_file import (
     CAPTION_FILES,
@@ -32,6 +31,7 @@ from .caption_file import (
 from .config import DatasetConfig
 from .image_file import EXTENSIONS, HEIC, BadImage, read_header
 from .latent_file import is_latent_file, read_latent_header, stem_of
+from .read_ahead import ahead
 from .roots import is_inside
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from ..input_file import require_ordinary
+from ..files.input_file import require_ordinary
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from ..input_file import require_ordinary
+from ..files.input_file import require_ordinary
 from .bucket import Size
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from ..input_file import require_ordinary
+from ..files.input_file import require_ordinary
 from .bucket import Size
 from .image import mask_from_array
 from .image_file import BadImage, Header, require_size

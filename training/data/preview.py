@@ -11,12 +11,12 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ..model import OnProgress, no_progress
-from .ahead import ahead
 from .augment import View, views_for
 from .caption import variations
 from .hashes import file_digest
 from .image import Picture, picture_from_array
-from .reading import content_of, mask_file, open_sample
+from .open_sample import content_of, mask_file, open_sample
+from .read_ahead import ahead
 from .samples import ImageSet, Sample, Source
 
 _PAPER, _INK, _FRAME = (24, 24, 24), (230, 230, 230), (255, 176, 0)

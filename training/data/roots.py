@@ -14,6 +14,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 KIND = "graft_datasets"
 """Key in extra_model_paths.yaml."""
+RENAMED = {"demo": "starter"}
+"""Roots that had another name: what saved graphs call them -> what they are called now."""
 LOOKED_AT, OF_EACH = 20_000, 500
 """Entries looked at for folders in folders, in all and of each: the menu is made whenever a page loads."""
 
@@ -52,9 +54,11 @@ def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
 def _places(parts: tuple[str, ...], roots: Sequence[Path]) -> Iterator[list[tuple[Path, Path]]]:
     """Yield the (folder, root) that a name in the menu may mean, then those of looser names."""
     beside = [(root.joinpath(*parts), root) for root in roots]
-    named = [(root.joinpath(*parts[1:]), root) for root in roots if root.name == parts[0]]
+    below = [(root.joinpath(*parts[1:]), root) for root in roots]
+    named = [(folder, root) for folder, root in below if root.name == parts[0]]
     yield beside[:1] + [(folder, root) for folder, root in named if root != roots[0]]
     yield beside[1:] + named
+    yield [(folder, root) for folder, root in below if root.name == RENAMED.get(parts[0])]
 
 
 def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -18,7 +18,7 @@ from ..config import (
     to_dict,
 )
 from ..data.config import BucketConfig
-from ..lora_file.formats import FILE_FORMATS
+from ..files.lora.diffusers import FILE_FORMATS
 
 Prompt = dict[str, dict[str, Any]]
 """A graph in ComfyUI's API format."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from ..optimizer import OPTIMIZERS
+from ..optimizer.build import OPTIMIZERS
 
 Settings = dict[str, Any]
 """What keys set: "node.input" -> value."""

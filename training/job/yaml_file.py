@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from ..input_file import NO_FILE, is_ordinary
-from ..text import require_letters, shown
+from ..files.input_file import NO_FILE, is_ordinary
+from ..files.text import require_letters, shown
 
 LARGEST = 1 << 18
 """Bytes. PyYAML reads about as many in a second, and nothing can stop it meanwhile."""

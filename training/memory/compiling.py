@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..forward import set_forward
-from ..layer import FrozenLayer
 from ..model import HeldBase
-from .checkpointing import repeated_blocks
+from ..network.frozen_layer import FrozenLayer
+from ..network.replace_forward import set_forward
+from .activation_checkpointing import repeated_blocks
 
 BACKEND = "inductor"
 """Of torch.compile; it needs a C++ compiler on the CPU and Triton on CUDA."""

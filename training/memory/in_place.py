@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ..forward import replaced
+from ..network.replace_forward import replaced
 
 CHANGED = "modified by an inplace operation"
 """What autograd says of a tensor that it kept."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .device_memory import free_bytes
 from .quantize import Packed
-from .usage import free_bytes
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from typing import TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from ..adapters import Adapter, attach
+from ..adapters.build import Adapter, attach
 from ..model import Denoiser
-from .checkpointing import checkpointed
+from .activation_checkpointing import checkpointed
 from .compiling import Compiled, is_compile_error
+from .device_memory import forget_peak, limited_to
 from .in_place import CHANGED, is_changed_in_place
 from .offload import PinnedMemory
 from .plan import Plan
-from .usage import forget_peak, limited_to
 
 NONDETERMINISTIC = "does not have a deterministic implementation"
 """What PyTorch says of a kernel that adds in any order, where it was told to refuse those."""

@@ -15,16 +15,16 @@ from functools import cache, partial
 
 import torch
 
-from ..adapters import build_adapters
+from ..adapters.build import build_adapters
 from ..config import MemoryConfig, TrainConfig
-from ..layer import LayerSpec
 from ..model import NO_ROOM, Batch, Denoiser, Room
-from ..optimizer import row_of
-from .checkpointing import MODES
-from .forecast import Forecast, forecast
+from ..network.frozen_layer import LayerSpec
+from ..optimizer.build import row_of
+from .activation_checkpointing import MODES
+from .estimate import Forecast, forecast
 from .in_place import is_changed_in_place
 from .precision import compute_dtype
-from .store import STORES, block_bytes, bytes_of, is_rounded
+from .weight_store import STORES, block_bytes, bytes_of, is_rounded
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..packages import optional
+from ..optional import optional
 
 Parts = tuple[Tensor, ...]
 

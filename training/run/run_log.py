@@ -20,9 +20,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..files.whole_file import whole_file
 from ..loop import Progress
-from ..packages import optional
-from ..whole_file import whole_file
+from ..optional import optional
 
 log = logging.getLogger(__name__)
 

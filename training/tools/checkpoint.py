@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..lora_file import LoraFile
-from ..lora_file.match import Matched, match_lora
-from ..lora_file.names import TEXT_ENCODERS, Shape, Shapes, Target, network_names, text_names
+from ..files.lora.match import Matched, match_lora
+from ..files.lora.names import TEXT_ENCODERS, Shape, Shapes, Target, network_names, text_names
+from ..files.lora.read import LoraFile
 
 NETWORK_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 """Before the network's own paths: in a full checkpoint, in ComfyUI, in a file of the network alone."""

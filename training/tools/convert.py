@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..lora_file import EXACT, LoraFile, LoraLayer, read_lora, split_key
-from ..lora_file.formats import under_diffusers_names
-from ..lora_file.match import why_other
-from ..lora_file.metadata import write_lora
-from ..lora_file.names import (
+from ..files.lora.diffusers import under_diffusers_names
+from ..files.lora.match import why_other
+from ..files.lora.metadata import write_lora
+from ..files.lora.names import (
     COMFY,
     FLAT_PREFIXES,
     TEXT_ENCODERS,
@@ -39,9 +38,10 @@ from ..lora_file.names import (
     spelled,
     text_layer,
 )
-from ..lora_file.peft import is_plain, peft_tensors, shape_of
+from ..files.lora.peft import is_plain, peft_tensors, shape_of
+from ..files.lora.read import EXACT, LoraFile, LoraLayer, read_lora, split_key
+from ..files.tensor_file import TensorFile
 from ..memory.precision import DTYPES
-from ..tensor_file import TensorFile
 from .checkpoint import kohya_prefix, match_weights, network_path, network_shapes
 from .files import check_output, left_out_lines
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..lora_file.metadata import write_lora
+from ..files.lora.metadata import write_lora
+from ..files.tensor_file import TensorFile
 from ..memory.precision import DTYPES
 from ..model import OnProgress, no_progress
-from ..tensor_file import TensorFile
 from .checkpoint import kohya_prefix, places
 from .files import check_output, left_out_lines
 from .low_rank import best_factors, check_size

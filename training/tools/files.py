@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..lora_file.match import by_reason
+from ..files.lora.match import by_reason
 
 
 def check_output(output: Path, inputs: Iterable[Path]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..lora_file import LoraFile, read_lora
+from ..files.lora.read import LoraFile, read_lora
 
 
 @dataclass(frozen=True)

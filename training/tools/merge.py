@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ..adapters.dora import EPS, column_lengths
-from ..input_file import parse_json
-from ..lora_file import LoraFile, LoraLayer, read_lora
-from ..lora_file.match import IGNORED, NO_LAYER, Matched, WholeLayer
-from ..lora_file.names import Shapes
-from ..lora_file.peft import swap_halves
+from ..files.input_file import parse_json
+from ..files.lora.match import IGNORED, NO_LAYER, Matched, WholeLayer
+from ..files.lora.names import Shapes
+from ..files.lora.peft import swap_halves
+from ..files.lora.read import LoraFile, LoraLayer, read_lora
+from ..files.tensor_file import TensorFile, as_bytes, write_streaming
 from ..model import OnProgress, no_progress
-from ..tensor_file import TensorFile, as_bytes, write_streaming
 from .checkpoint import match_weights
 from .files import check_output, left_out_lines
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..adapters.lora import thin_down
-from ..lora_file import LoraFile, LoraLayer, read_lora, rounded
-from ..lora_file.metadata import write_lora
-from ..lora_file.names import FLAT_PREFIXES
+from ..files.lora.metadata import write_lora
+from ..files.lora.names import FLAT_PREFIXES
+from ..files.lora.read import LoraFile, LoraLayer, read_lora, rounded
 from ..memory.precision import DTYPES
 from .extract import size_line, size_metadata
 from .files import check_output

@@ -1,0 +1,39 @@
+"""`graft bench NAME [--json]`: what is measured of Graft, one row a benchmark, each in a module of its own.
+
+A benchmark's module has `arguments(parser)` for options beyond `--json`, and `run(args)`, which prints its
+figures (as one JSON object where `args.json` is set) and returns an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping
+
+BENCHMARKS = {
+    "step": ("step", "time and memory of a step, beside other trainers on the same base"),
+    "quality": ("quality", "how fast a LoRA learns, beside ComfyUI's TrainLoraNode"),
+    "load": ("load", "loading a base of 5 GB for training, beside plainly reading its file"),
+}
+"""name -> (module in this folder, what it measures)."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one subcommand a benchmark, with its own options."""
+    add_rows(parser, __name__, BENCHMARKS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark that was asked for and return its exit code."""
+    return int(args.benchmark(args))
+
+
+def add_rows(parser: argparse.ArgumentParser, package: str, rows: Mapping[str, tuple[str, str]]) -> None:
+    """Add a subcommand for each of `rows`, {name: (module in package, what it measures)}, to `parser`."""
+    commands = parser.add_subparsers(metavar="benchmark", required=True)
+    for name, (module, summary) in rows.items():
+        row = commands.add_parser(name, help=summary, description=f"Measure {summary}.")
+        row.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        implementation = importlib.import_module(f"{package}.{module}")
+        implementation.arguments(row)
+        row.set_defaults(benchmark=implementation.run)

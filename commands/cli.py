@@ -1,0 +1,91 @@
+"""The `graft` command: one row a subcommand, each in a module that is imported only when it is called.
+
+A command's module has `arguments(parser)` and `run(args)`. A ValueError or OSError is the user's to
+solve: it is shown as one line, without a traceback, and the exit code is 2. A result, `args.output`, goes
+into a folder that exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+COMMANDS = {
+    "demo": ("commands.demo", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
+    "train": ("commands.train", "train a job file on a ComfyUI without an editor"),
+    "worker": ("commands.worker", "be one of the processes that torchrun starts for a job"),
+    "export-workflow": ("commands.export_workflow", "write a job file as a graph for ComfyUI"),
+    "merge": ("training.tools.merge", "merge LoRAs into a checkpoint"),
+    "extract": ("training.tools.extract", "extract a LoRA from the difference of two models"),
+    "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),
+    "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
+    "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
+    "plan": ("commands.plan", "print what a run would take on a card, without training"),
+    "clean": ("commands.clean", "remove what no run has used for a while from the cache"),
+    "bench": ("commands.bench", "measure Graft on this machine: speed, memory, learning"),
+}
+"""name -> (module inside graft, what it does)."""
+
+
+REMEDIES: Mapping[type[OSError], str] = {
+    FileNotFoundError: "does not exist; look at how its path is written",
+    IsADirectoryError: "is a folder; give a file",
+    NotADirectoryError: "leads through a file as if it were a folder; look at how its path is written",
+    PermissionError: "may not be used (Permission denied); change its rights, or take another",
+}
+"""What is wrong with the file that a system's error names, and what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the process's exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a console or a file with few letters must not end a command
+            stream.reconfigure(errors="backslashreplace")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="graft", description="Train LoRAs inside ComfyUI.")
+    parser.add_argument("--version", action="version", version=f"graft {version()}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    root = __package__.rpartition(".")[0]
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if argv[:1] == [name]:
+            implementation = importlib.import_module(f"{root}.{module}")
+            implementation.arguments(command)
+            command.set_defaults(run=implementation.run)
+    args = parser.parse_args(argv)
+    try:
+        _require_folder(getattr(args, "output", None))
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:
+        print(f"graft {argv[0]}: {_said(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def version() -> str:
+    """Return the version of this checkout, or of the installed package."""
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    if project.is_file():
+        found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.MULTILINE)
+        return found[1] if found else "unknown"
+    return metadata.version("graft-lora")
+
+
+def _require_folder(output: Path | None) -> None:
+    if output is not None and not output.parent.exists():
+        raise ValueError(f"{output}: the folder {output.parent} does not exist; make it, or choose another.")
+
+
+def _said(error: ValueError | OSError) -> str:
+    """Return an error's message; where it is the system's own, the file and what to do."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    remedy = REMEDIES.get(type(error), f"{error.strerror}; look at the file and the disk that it is on")
+    return f"{error.filename}: {remedy}." if error.filename is not None else f"{error.strerror}."

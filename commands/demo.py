@@ -1,0 +1,352 @@
+"""`graft demo`: train a LoRA in a real ComfyUI on this machine and draw with it.
+
+It queues the shipped example workflow as a person would, then measures and samples with the saved file
+through ComfyUI's stock nodes, so what it shows is what a user gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ..training.data import CaptionConfig, DatasetConfig, scan
+from ..training.data.caption import finish
+from ..training.run.drawing import Column, loss_plot, sample_grid
+from ..training.run.execute import Run, latest
+from ..training.run.run_log import clock
+from . import demo_prompts as prompts
+from .headless.server import (
+    GRAFT,
+    ComfyUIError,
+    PromptError,
+    Server,
+    comfyui_version,
+    find_comfyui,
+    has_card,
+    server,
+)
+from .headless.terminal import Bar, say
+
+WORKFLOW = GRAFT / "example_workflows" / "api" / "first_lora.json"
+SHIPPED = GRAFT / "starter"
+TEXTS = ("cat face", "panda", "frog", "watermelon", "cactus", "castle", "red apple", "bear")
+"""What the demo draws: six things that the LoRA was never shown, then two that it was."""
+HELD_OUT, OWN_STYLE = "held out", "own style"
+MOST_TEXTS = 4
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options."""
+    own = parser.add_argument_group("your own images and model")
+    own.add_argument(
+        "--dataset", type=Path, metavar="FOLDER", help="images, each with a .txt caption beside it"
+    )
+    own.add_argument(
+        "--validation", type=Path, metavar="FOLDER", help="captioned images to measure on, not trained on"
+    )
+    own.add_argument("--trigger", metavar="WORD", help="a word of your own that calls up what is learnt")
+    own.add_argument("--checkpoint", type=Path, metavar="FILE", help="base model, .safetensors")
+    own.add_argument(
+        "--text-encoder", type=Path, metavar="FILE", action="append", default=[],
+        help="where the checkpoint holds none; up to three times",
+    )  # fmt: skip
+    own.add_argument("--vae", type=Path, metavar="FILE", help="where the checkpoint holds none")
+    own.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="what to draw; repeat it for more columns"
+    )
+    train = parser.add_argument_group("training")
+    train.add_argument("--steps", type=int, help="optimizer steps")
+    train.add_argument("--learning-rate", type=float)
+    train.add_argument("--batch-size", type=int)
+    train.add_argument("--rank", type=int)
+    train.add_argument(
+        "--resolution", type=int, help="pixels; default 128 with the demo's base, 1024 with yours"
+    )
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument(
+        "--shuffle-captions", action="store_true", help="give every image another's caption: learns less"
+    )
+    parser.add_argument("--cfg", type=float, help="guidance of the samples; 1 for models distilled for it")
+    parser.add_argument("--cpu", action="store_true", help="leave the graphics card alone")
+    parser.add_argument(
+        "--out", type=Path, default=Path("graft-demo"), metavar="FOLDER", help="default: ./graft-demo"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo and return the exit code.
+
+    Raises ValueError for options, images and models that cannot be used, and OSError if ComfyUI cannot run.
+    """
+    plan = make_plan(args)
+    out: Path = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if args.checkpoint and not args.cpu and not has_card():
+        say("PyTorch finds no graphics card here: the processor trains, a model of full size for days.")
+    comfyui = find_comfyui()
+    say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="graft-demo-", ignore_cleanup_errors=True) as scratch:
+        base = Path(scratch).resolve()
+        plan = prepare(plan, args, base)
+        # Of one's own pictures, the same command goes on where the last one ended, however that was.
+        output = (out if args.dataset or args.checkpoint else base) / "output"
+        options = [
+            "--extra-model-paths-config", str(write_model_paths(base, args, plan)),
+            "--output-directory", str(output),
+        ]  # fmt: skip
+        try:
+            with server(comfyui, base, options=options, cpu=args.cpu or None) as comfy:
+                report = make_report(comfy, plan, output, out, began)
+        except (PromptError, ComfyUIError) as error:
+            raise ValueError(f"{error}\nComfyUI's own words are in {out / 'comfyui.log'}.") from error
+        finally:
+            if (base / "comfyui.log").exists():
+                shutil.copyfile(base / "comfyui.log", out / "comfyui.log")
+    report = {
+        **report,
+        "seconds": round(time.monotonic() - began, 1),
+        "comfyui_version": comfyui_version(comfyui),
+    }
+    (out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
+    tell(report, out)
+    return 0
+
+
+# --- what to do ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The demo's decisions, before anything is started."""
+
+    name: str
+    dataset: Path
+    folders: dict[str, str]
+    """What is measured on: {HELD_OUT or OWN_STYLE: dataset folder as the graph names it}."""
+    roots: tuple[Path, ...]
+    """Folders of images that ComfyUI has to be told of."""
+    texts: tuple[str, ...]
+    trained_texts: frozenset[str]
+    images: int
+    prompt: prompts.Prompt
+    shuffled: bool
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Turn the options into prompts; inputs that cannot work are refused here, before ComfyUI starts."""
+    for path in (args.checkpoint, args.vae, *args.text_encoder):
+        if path is not None and not path.is_file():
+            raise ValueError(f"{path}: there is no such file.")
+    if len(args.text_encoder) > 3:
+        raise ValueError(f"--text-encoder: {len(args.text_encoder)} files; models take at most three.")
+    dataset = (args.dataset or SHIPPED / "dataset").resolve()
+    captions = read_captions(dataset, args.trigger or "")
+    texts = tuple(args.prompt or (captions[:MOST_TEXTS] if args.dataset or args.checkpoint else TEXTS))
+    folders, roots = {}, []
+    if args.validation:
+        read_captions(args.validation, args.trigger or "")
+        roots.append(args.validation.resolve())
+        folders[HELD_OUT] = args.validation.resolve().name
+    elif not args.dataset:
+        folders[HELD_OUT] = "starter/validation"
+    if not args.checkpoint:
+        folders[OWN_STYLE] = "starter/base_style"
+    if args.dataset:
+        roots.append(dataset)
+    name = dataset.name if args.dataset else "first_lora"
+    folder = dataset.name if args.dataset else "starter/dataset"
+    prompt = prompts.training(WORKFLOW, inputs(args, name, folder))
+    return Plan(
+        name,
+        dataset,
+        folders,
+        tuple(roots),
+        texts,
+        frozenset(captions),
+        len(captions),
+        prompt,
+        args.shuffle_captions,
+    )
+
+
+def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[str, Any]]:
+    """Return what the options change in the shipped workflow: {class of a node: {input: value}}."""
+    own = args.checkpoint is not None
+    pixels = args.resolution or (1024 if own else None)
+    model: dict[str, Any] = {}
+    if own:
+        encoders = [path.name for path in args.text_encoder] + ["from checkpoint"] * 3
+        model = {"model": args.checkpoint.name, **{f"text_encoder_{i + 1}": encoders[i] for i in range(3)}}
+    return {
+        "GraftLoadBaseModel": {**model, "vae": args.vae.name if args.vae else None},
+        "GraftLoadDataset": {
+            "folder": folder,
+            "resolution": str(pixels) if pixels else None,
+            "trigger": args.trigger,
+        },
+        "GraftBuildLora": {"rank": args.rank or (16 if own else None), "exclude": "" if own else None},
+        "GraftTrainSteps": {
+            "steps": args.steps or (1500 if own else None),
+            "learning_rate": args.learning_rate or (1e-4 if own else None),
+            "batch_size": args.batch_size or (1 if own else None),
+            "seed": args.seed,
+            "name": name,
+        },
+        "GraftSaveLora": {"name": name},
+        "EmptySD3LatentImage": {"width": pixels, "height": pixels},
+        "KSampler": {"cfg": args.cfg},
+    }
+
+
+def read_captions(folder: Path, trigger: str) -> list[str]:
+    """Return a dataset folder's captions as the model gets them; raises ValueError as Load Dataset does."""
+    config = DatasetConfig(caption=CaptionConfig(trigger=trigger))
+    return [finish(sample.captions[0], config) for sample in scan(folder, config).samples]
+
+
+def prepare(plan: Plan, args: argparse.Namespace, base: Path) -> Plan:
+    """Put a dataset with exchanged captions into ComfyUI's input folder, where that is asked for."""
+    if not plan.shuffled:
+        return plan
+    folder = base / "input" / "shuffled_captions"
+    shuffle_captions(plan.dataset, folder, args.seed)
+    for number in prompts.of_kind(plan.prompt, "GraftLoadDataset"):
+        plan.prompt[number]["inputs"]["folder"] = folder.name
+    return plan
+
+
+def shuffle_captions(source: Path, target: Path, seed: int) -> None:
+    """Copy a dataset so that no image keeps its own caption."""
+    shutil.copytree(source, target)
+    files = sorted(target.glob("*.txt"))
+    random.Random(seed).shuffle(files)
+    words = [file.read_text(encoding="utf-8") for file in files]
+    for file, text in zip(files, words[1:] + words[:1]):
+        file.write_text(text, encoding="utf-8")
+
+
+def write_model_paths(base: Path, args: argparse.Namespace, plan: Plan) -> Path:
+    """Tell ComfyUI where the user's files are: nothing is copied. JSON is YAML, whatever is in a path."""
+    folders = {
+        "checkpoints": [args.checkpoint.resolve().parent] if args.checkpoint else [],
+        "text_encoders": [path.resolve().parent for path in args.text_encoder],
+        "vae": [args.vae.resolve().parent] if args.vae else [],
+        "graft_datasets": plan.roots,
+    }
+    lines = {kind: "\n".join(dict.fromkeys(map(str, paths))) for kind, paths in folders.items() if paths}
+    path = base / "model_paths.yaml"
+    path.write_text(json.dumps({"demo": lines}), encoding="utf-8")
+    return path
+
+
+# --- doing it -----------------------------------------------------------------------------------------------
+
+
+def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float) -> dict[str, Any]:
+    """Train, measure and draw; write everything but the report into `out` and return the report's content.
+
+    `output` is ComfyUI's own output folder.
+    """
+    train_node = prompts.of_kind(plan.prompt, "GraftTrainSteps")[0]
+    settings = plan.prompt[train_node]["inputs"]
+    say(f"Training on {plan.images} images for {settings['steps']} steps")
+    with Bar(plan.prompt) as on_event:
+        done = comfy.run(plan.prompt, on_event)
+    trained_after = time.monotonic() - began
+    folder = output / "graft" / done["outputs"][train_node]["text"][0].splitlines()[1]
+    losses = losses_of(folder, settings["steps"])
+    lora = f"{plan.name}.safetensors"
+    shutil.copyfile(output / "loras" / lora, out / lora)
+    (out / "workflow.json").write_text(json.dumps(plan.prompt, indent=1), encoding="utf-8")
+
+    measured = measure(comfy, plan, lora)
+    pictures = draw(comfy, plan, output, lora)
+    columns = [
+        Column(text, f"{'in' if text in plan.trained_texts else 'not in'} the training set", images)
+        for text, images in zip(plan.texts, pictures)
+    ]
+    subtitle = (
+        f"{len(losses)} steps on {plan.images} images; every column from one seed, by ComfyUI's own KSampler"
+    )
+    if measured.get(f"base {HELD_OUT}"):
+        subtitle += (
+            f"; held-out loss {measured[f'base {HELD_OUT}']:.3f} -> {measured[f'lora {HELD_OUT}']:.3f}"
+        )
+    title = "captions exchanged" if plan.shuffled else f"trained in {clock(trained_after)}"
+    sample_grid(columns, list(prompts.VARIANTS), title=f"A LoRA, {title}", subtitle=subtitle).save(
+        out / "samples.png"
+    )
+    detail = (
+        f"{len(losses)} steps, batch {settings['batch_size']}, learning rate {settings['learning_rate']:g}"
+    )
+    loss_plot(losses, title="Training loss", subtitle=detail).save(out / "loss.png")
+    return {
+        "steps": len(losses),
+        "images": plan.images,
+        "seconds_until_trained": round(trained_after, 1),
+        "validation_loss_base": measured.get(f"base {HELD_OUT}"),
+        "validation_loss_lora": measured.get(f"lora {HELD_OUT}"),
+        "validation_loss_base_on_its_own_style": measured.get(f"base {OWN_STYLE}"),
+        "shuffled_captions": plan.shuffled,
+        "prompts": list(plan.texts),
+        "lora": str(out / lora),
+        "samples": str(out / "samples.png"),
+        "loss": str(out / "loss.png"),
+        "workflow": str(out / "workflow.json"),
+    }
+
+
+def losses_of(folder: Path, steps: int) -> tuple[float, ...]:
+    """Return the loss of every step of a finished run, read from its last checkpoint."""
+    handle = latest(Run(folder), 0, steps)
+    if handle is None:
+        raise ValueError(f"{folder.name}: the run left no readable checkpoint.")
+    return handle.load().losses
+
+
+def measure(comfy: Server, plan: Plan, lora: str) -> dict[str, float]:
+    """Return the losses on images that were not trained on, by name: "base held out", "lora held out" ..."""
+    if not plan.folders:
+        return {}
+    say("Measuring on images that were not trained on")
+    prompt, nodes = prompts.held_out(plan.prompt, lora, plan.folders)
+    with Bar(prompt, nodes.values()) as on_event:
+        outputs = comfy.run(prompt, on_event)["outputs"]
+    return {name: float(outputs[node]["text"][0].split()[-1]) for name, node in nodes.items()}
+
+
+def draw(comfy: Server, plan: Plan, output: Path, lora: str) -> list[list[Image.Image]]:
+    """Return a picture of every text at every strength of the LoRA: [text][variant]."""
+    say(f"Drawing {len(plan.texts)} prompts without and with the LoRA")
+    prompt, nodes = prompts.grid(plan.prompt, lora, plan.texts)
+    with Bar(prompt, [node for row in nodes for node in row]) as on_event:
+        outputs = comfy.run(prompt, on_event)["outputs"]
+
+    def picture(node: str) -> Image.Image:
+        image = outputs[node]["images"][0]
+        with Image.open(output / image["subfolder"] / image["filename"]) as file:
+            return file.convert("RGB")
+
+    return [[picture(node) for node in row] for row in nodes]
+
+
+def tell(report: dict[str, Any], out: Path) -> None:
+    """Print what came of it."""
+    base, with_lora = report["validation_loss_base"], report["validation_loss_lora"]
+    own = report["validation_loss_base_on_its_own_style"]
+    if base:
+        ratio = f"{with_lora / base:.2f} of it"
+        say(f"Loss on held-out images: base {base:.4f}, with the LoRA {with_lora:.4f} ({ratio})")
+    if own:
+        say(f"The base on held-out images of its own drawing style: {own:.4f}")
+    say(f"Done in {clock(report['seconds'])}. Look at {out / 'samples.png'}; the LoRA is {report['lora']}")

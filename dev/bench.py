@@ -1,0 +1,31 @@
+"""Measure what only maintainers need: `python dev/bench.py NAME [--json]`; for the rest see `graft bench`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = {
+    "data": ("data", "memory and time of choosing a batch at a million images; encoding beside a plain loop"),
+    "optimizers": ("optimizers", "optimizers on the starter: held-out loss and memory of their states"),
+    "full-size": ("full_size", "two steps of SDXL and SD3.5 Medium as large as they are, on a CPU"),
+    "faults": ("faults", "runs killed 20 times and continued, and what else can go wrong"),
+}
+"""name -> (module in benchmarks/, what it measures)."""
+
+
+def main() -> int:
+    """Run one benchmark and return its exit code."""
+    runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
+    parser = argparse.ArgumentParser(description=__doc__)
+    importlib.import_module("graft.commands.bench").add_rows(parser, "graft.dev.benchmarks", BENCHMARKS)
+    args = parser.parse_args()
+    return int(args.benchmark(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

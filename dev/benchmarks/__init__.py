@@ -1,0 +1,1 @@
+"""Laboratory benchmarks, one module each: `arguments(parser)` adds options, `run(args)` prints figures."""

@@ -1,0 +1,1 @@
+"""How the first starter model was made."""

@@ -1,0 +1,54 @@
+"""The grid holds every picture where its prompt and row meet; the plot shows every kind of loss."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from graft.training.run.drawing import (
+    FAINT,
+    MARK,
+    STRONG,
+    Column,
+    axis,
+    loss_plot,
+    sample_grid,
+    smoothed,
+)
+
+TEXT = {"title": "my_lora", "subtitle": "600 steps"}
+
+
+def colours(image):
+    return {colour for _, colour in image.getcolors(1 << 24)}
+
+
+def shows(page, wanted):
+    """Whether a colour is there, give or take what resampling does to a thin line."""
+    return any(max(abs(a - b) for a, b in zip(wanted, found, strict=True)) <= 12 for found in colours(page))
+
+
+def test_every_picture_is_on_the_grid_at_one_height():
+    made = [Image.new("RGB", (64, 32 * (n + 1)), (n + 1, 200, 10)) for n in range(4)]
+    columns = [Column("a prompt that is long", "", made[:2]), Column("another", "note", made[2:])]
+    page = sample_grid(columns, ["step 1\nstrength 1", "step 2\nstrength 1"], height=48, **TEXT)
+    assert {(n + 1, 200, 10) for n in range(4)} <= colours(page)
+
+
+@pytest.mark.parametrize("losses", [[0.5], [0.5, 0.5], [1.0 / (n + 1) for n in range(600)], [0.0] * 9])
+def test_a_run_of_any_length_is_plotted(losses):
+    page = loss_plot(losses, **TEXT)
+    assert shows(page, STRONG) and shows(page, FAINT)
+
+
+def test_held_out_losses_are_drawn_where_there_are_any():
+    losses = [1.0 / (n + 1) for n in range(100)]
+    assert shows(loss_plot(losses, validations=[(50, 0.4), (100, 2.0)], **TEXT), MARK)
+    assert shows(loss_plot(losses, validations=[(50, 0.4)], **TEXT), MARK)
+    assert not shows(loss_plot(losses, **TEXT), MARK)
+
+
+def test_the_mean_has_no_lag_and_the_axis_round_ends():
+    assert smoothed([2.0, 2.0, 2.0], 10) == pytest.approx([2.0] * 3)
+    low, high, step = axis(0.31, 0.88)
+    assert low <= 0.31 and high >= 0.88 and (high - low) / step == pytest.approx(round((high - low) / step))

@@ -1,0 +1,545 @@
+"""A run never trains the same step twice and never loses one, whatever ends it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from graft.training import loop
+from graft.training.config import (
+    CheckpointConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ValidationConfig,
+    from_dict,
+    to_dict,
+)
+from graft.training.files.lora.read import lora_tensors
+from graft.training.live_state import Work
+from graft.training.loop import STOP
+from graft.training.optimizer.build import OPTIMIZERS
+from graft.training.run import execute as run_module
+from graft.training.run import lock
+from graft.training.run.execute import (
+    DiskFull,
+    Run,
+    execute,
+    handed_on,
+    run_key,
+    run_of,
+    states_up_to,
+)
+from graft.training.run.lock import locked
+from graft.training.run.restarts import earlier_notes
+from graft.training.run.run_log import read_log
+from graft.training.run.saved_state import open_state, save_state
+
+from ..support.adapter_cases import METHODS, adapter_config, train_config
+from ..support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
+from ..test_laws import CONFIG, assert_same
+from ..test_laws import run as train_without_a_folder
+
+EVERY_STEP = CheckpointConfig(minutes=0)
+
+
+class Cancelled(BaseException):
+    """ComfyUI's interrupt is an Exception in one version and a BaseException in another."""
+
+
+def go(
+    folder, steps, *, on_step=lambda progress: None, start=None, config=CONFIG, saving=EVERY_STEP, **options
+):
+    return execute(
+        Run(folder, saving),
+        TinyDenoiser(),
+        TinyDataset(),
+        config,
+        start,
+        steps=steps,
+        on_step=on_step,
+        **options,
+    )
+
+
+def counting(seen):
+    return lambda progress: seen.append(progress.step)
+
+
+def failing_at(step, error):
+    def on_step(progress):
+        if progress.step == step:
+            raise error
+
+    return on_step
+
+
+def checkpoints(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_finished_run_costs_no_step(tmp_path):
+    first, seen = go(tmp_path, 4), []
+    assert go(tmp_path, 4, on_step=counting(seen)) == first and not seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_trained_in_inference_mode_as_outside(method, tmp_path):
+    config, denoiser = train_config(adapter_config(method)), TinyDenoiser()
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        inside = execute(Run(tmp_path / "inside"), denoiser, TinyDataset(), config, None, steps=2)
+    assert_same(inside.load(), go(tmp_path / "outside", 2, config=config).load())
+
+
+def test_more_steps_continue_where_fewer_ended(tmp_path):
+    go(tmp_path, 3)
+    seen = []
+    assert_same(go(tmp_path, 5, on_step=counting(seen)).load(), train_without_a_folder(steps=5))
+    assert seen == [4, 5]
+
+
+def test_fewer_steps_give_the_earlier_state_and_leave_the_later_one(tmp_path):
+    later = go(tmp_path, 5)
+    assert_same(go(tmp_path, 2).load(), train_without_a_folder(steps=2))
+    assert_same(later.load(), train_without_a_folder(steps=5))
+
+
+def test_two_runs_in_a_chain_equal_one(tmp_path):
+    half = go(tmp_path / "a", 3)
+    assert_same(go(tmp_path / "b", 3, start=half).load(), train_without_a_folder(steps=6))
+
+
+@pytest.mark.parametrize("error", [Cancelled(), RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
+    rarely = CheckpointConfig(minutes=60)
+    with pytest.raises(type(error)):
+        go(tmp_path, 6, on_step=failing_at(3, error), saving=rarely)
+    seen = []
+    assert_same(
+        go(tmp_path, 6, on_step=counting(seen), saving=rarely).load(), train_without_a_folder(steps=6)
+    )
+    assert seen == [4, 5, 6]
+
+
+def finish_at(step):
+    return lambda progress: STOP if progress.step == step else None
+
+
+def test_a_finished_run_costs_nothing_for_the_same_steps_and_goes_on_for_any_other_number(tmp_path):
+    stop = go(tmp_path, 9, on_step=finish_at(2))
+    assert stop.step == 2 and handed_on(Run(tmp_path), None, 9, CONFIG) == stop
+    seen = []
+    assert [go(tmp_path, steps, on_step=counting(seen)) for steps in (9, 2)] == [stop] * 2
+    assert not seen and go(tmp_path, 1).step == 1
+    for steps in (3, 7, 9):  # what was trained since then makes 9 a number like any other
+        assert_same(go(tmp_path, steps, on_step=counting(seen)).load(), train_without_a_folder(steps=steps))
+    assert seen == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_finished_run_goes_on_beyond_what_was_asked_for_then(tmp_path):
+    go(tmp_path, 6, on_step=finish_at(2))
+    assert_same(go(tmp_path, 7).load(), train_without_a_folder(steps=7))
+
+
+def test_a_run_behind_a_finished_one_is_finished_and_continued_in_the_same_way(tmp_path):
+    first = go(tmp_path / "a", 6, on_step=finish_at(2))
+    second = go(tmp_path / "b", 4, start=first, on_step=finish_at(3))
+    again = go(tmp_path / "a", 6)
+    assert again == first and go(tmp_path / "b", 4, start=again) == second and second.step == 3
+    assert_same(go(tmp_path / "b", 3, start=again).load(), train_without_a_folder(steps=5))
+
+
+def test_a_run_that_was_deleted_hands_nothing_on(tmp_path):
+    stop = go(tmp_path, 2)
+    with pytest.raises(ValueError, match="no training state after step 2 here.* queue the graph again"):
+        handed_on(Run(tmp_path), stop, 4, CONFIG)
+
+
+def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path, monkeypatch, caplog):
+    optimize = torch.optim.AdamW.step
+
+    def fails(self, *args):
+        optimize(self, *args)
+        if next(iter(self.state.values()))["step"] == 3:
+            raise RuntimeError("out of memory")
+
+    go(tmp_path, 1)
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        go(tmp_path, 4, saving=CheckpointConfig(minutes=60))
+    assert checkpoints(tmp_path) == [1] and "half done" in caplog.text
+    monkeypatch.undo()
+    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):
+    with pytest.raises(Cancelled):
+        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
+    [tensors] = (tmp_path / "checkpoints" / "step-00000004").glob("state-*.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    seen = []
+    assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
+    assert seen == [4, 5, 6] and "Falling back" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"format": 1, "st'])
+def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
+    with pytest.raises(Cancelled):
+        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
+    (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text(text)
+    (tmp_path / "config.json").write_text(text)
+    assert earlier_notes(Run(tmp_path), CONFIG, None, 6) == []
+    seen = []
+    assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
+    assert seen == [4, 5, 6] and "Falling back" in caplog.text
+
+
+def test_newest_checkpoints_results_and_the_best_one_are_kept(tmp_path):
+    go(tmp_path, 3)
+    config = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1))
+    go(tmp_path, 9)
+    assert checkpoints(tmp_path) == [3, 8, 9]
+    handle = go(tmp_path / "v", 9, config=config, validation=TinySamples())
+    lowest = min(handle.load().validations, key=lambda entry: entry[1])[0]
+    assert checkpoints(tmp_path / "v") == sorted({lowest, 8, 9})
+
+
+def test_a_state_knows_the_sound_ones_of_its_run_before_it(tmp_path):
+    go(tmp_path / "run", 4, saving=CheckpointConfig(minutes=0, steps=0, keep=9))
+    handle = open_state(Run(tmp_path / "run").checkpoint(3))
+    assert [found.step for found in states_up_to(handle)] == [1, 2, 3]
+    (Run(tmp_path / "run").checkpoint(2) / "state.json").write_text("torn")
+    assert [found.step for found in states_up_to(handle)] == [1, 3]
+    elsewhere = save_state(handle.load(), tmp_path / "saved")
+    assert states_up_to(elsewhere) == [elsewhere] and run_of(elsewhere) is None
+
+
+def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    go(tmp_path, 7, saving=CheckpointConfig(minutes=0, steps=0, keep=4))
+    assert checkpoints(tmp_path) == [4, 5, 6, 7]
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    go(tmp_path, 2)
+    torn = tmp_path / "checkpoints" / "step-00000007"
+    torn.mkdir()
+    (torn / "state-00.safetensors").write_text("half")
+    (tmp_path / "checkpoints" / "step-00000002" / ".writing-0a").write_text("half")
+    go(tmp_path, 3)
+    assert not torn.exists() and not list(tmp_path.rglob(".writing-*"))
+
+
+def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
+    saving = CheckpointConfig(minutes=60, steps=2, keep=9)
+    go(tmp_path, 5, saving=saving)
+    assert checkpoints(tmp_path) == [2, 4, 5]
+
+
+def test_checkpoints_at_multiples_are_kept_whatever_the_clock_adds(tmp_path):
+    """Every step is late here; what goes is the state, and never the LoRA of a step that was asked for."""
+    saving = CheckpointConfig(minutes=0, steps=3, keep=2)
+    go(tmp_path / "kitty-0123", 11, saving=saving)
+    assert checkpoints(tmp_path / "kitty-0123") == [6, 9, 10, 11]
+    loras = sorted(path.name for path in (tmp_path / "kitty-0123" / "loras").iterdir())
+    assert loras == [f"kitty-{step:06d}.safetensors" for step in (3, 6, 9, 10, 11)]
+
+
+def test_the_log_keeps_what_it_says_of_later_checkpoints(tmp_path):
+    rarely = CheckpointConfig(minutes=60)
+    go(tmp_path, 6, saving=rarely)
+    go(tmp_path, 3, saving=rarely)
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert go(tmp_path, 6).step == 6
+
+
+def test_the_log_has_every_step_once_after_a_resume(tmp_path):
+    with pytest.raises(Cancelled):
+        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    with (tmp_path / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 5, "lo')
+    state = go(tmp_path, 6).load()
+    lines = read_log(tmp_path / "log.jsonl")
+    table = list(csv.DictReader((tmp_path / "log.csv").open(encoding="utf-8")))
+    assert [line["step"] for line in lines] == [int(row["step"]) for row in table] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in lines] == pytest.approx(state.losses, rel=1e-6)
+
+
+def test_the_folder_says_how_it_was_trained(tmp_path):
+    go(tmp_path, 1)
+    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert from_dict(type(CONFIG), settings) == CONFIG and settings == json.loads(json.dumps(to_dict(CONFIG)))
+
+
+def test_progress_counts_time_images_and_steps(tmp_path):
+    seen = []
+    go(tmp_path, 3, on_step=seen.append)
+    assert [(p.step, p.total, p.images) for p in seen] == [(1, 3, 2), (2, 3, 2), (3, 3, 2)]
+    assert seen[-1].smoothed == pytest.approx(sum(p.loss for p in seen) / 3) and seen[-1].time_left == 0
+
+
+def test_the_time_that_is_left_goes_by_the_pace_so_far(tmp_path, monkeypatch):
+    seen, moments = [], itertools.count()  # of the start, and each step's begin, end and report
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(moments))))
+    go(tmp_path, 3, on_step=seen.append)
+    assert [p.seconds for p in seen] == [1, 1, 1]
+    assert [p.time_left for p in seen] == [2 * 3 / 1, 1 * 6 / 2, 0]
+
+
+def test_one_run_is_not_trained_twice_at_a_time(tmp_path):
+    go(tmp_path, 1)
+    with locked(tmp_path), pytest.raises(ValueError, match=f"already, by process {os.getpid()}; wait"):
+        go(tmp_path, 2)
+    assert go(tmp_path, 2).step == 2
+
+
+def test_a_drive_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch, caplog):
+    def without_locks(file):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "_lock", without_locks)
+    assert go(tmp_path, 1).step == 1 and "cannot be locked" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="no run can be kept here"):
+        go(tmp_path / "file" / "run", 1)
+
+
+def test_a_run_does_not_start_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(DiskFull, match="0 MB are free"):
+        go(tmp_path, 1)
+
+
+def test_a_disk_that_fills_up_stops_the_run_with_a_saved_state(tmp_path, monkeypatch):
+    free = iter([1 << 40, 1 << 40, 0])
+    usage = shutil._ntuple_diskusage
+    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: usage(1, 1, next(free)))
+    with pytest.raises(DiskFull, match="queue the graph again"):
+        go(tmp_path, 9, saving=CheckpointConfig(minutes=60))
+    monkeypatch.undo()
+    assert checkpoints(tmp_path) == [2]
+    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
+
+
+def test_a_failed_write_is_reported_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    save, failures = run_module.save_state, [OSError("locked")] * 3  # the first is tried again at once
+
+    def sometimes(state, folder):
+        if failures:
+            raise failures.pop()
+        return save(state, folder)
+
+    monkeypatch.setattr(run_module, "save_state", sometimes)
+    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
+    assert caplog.text.count("could not be saved (locked)") == 2
+
+
+def test_a_state_that_another_one_replaced_is_not_loaded(tmp_path):
+    handle = go(tmp_path, 2)
+    run_module.save_state(train_without_a_folder(steps=1), handle.path)
+    with pytest.raises(ValueError, match="another training state"):
+        handle.load()
+
+
+def test_the_key_follows_everything_that_decides_the_result(tmp_path):
+    denoiser, dataset = TinyDenoiser(), TinyDataset()
+    other = dataclasses.replace(CONFIG, seed=8)
+    keys = {
+        run_key(denoiser, dataset, CONFIG, None),
+        run_key(denoiser, dataset, other, None),
+        run_key(TinyDenoiser(1), dataset, CONFIG, None),
+        run_key(denoiser, dataset, CONFIG, go(tmp_path, 1)),
+        run_key(denoiser, dataset, CONFIG, None, TinySamples()),
+    }
+    assert len(keys) == 5 and run_key(denoiser, dataset, CONFIG, None) in keys
+
+
+def test_a_run_in_another_thread_is_saved_by_an_interrupt(tmp_path):
+    errors = []
+
+    def work():
+        try:
+            go(tmp_path, 6, on_step=failing_at(2, Cancelled()), saving=CheckpointConfig(minutes=60))
+        except Cancelled as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors and checkpoints(tmp_path) == [2]
+    assert_same(go(tmp_path, 6).load(), train_without_a_folder(steps=6))
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named(caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+    build = Work.__init__
+
+    def cut_off(self, *args):
+        build(self, *args)
+        self.adapters["blocks.0.mlp"].forward = lambda layer, x: layer.forward(x)
+
+    monkeypatch.setattr(Work, "__init__", cut_off)
+    train_without_a_folder(steps=1)
+    assert "no gradient" not in caplog.text
+    train_without_a_folder(steps=2)
+    assert "no gradient has reached 2 of" in caplog.text and "blocks.0.mlp.down" in caplog.text
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_optimizer_that_reaches_every_parameter_is_said_to_leave_some_out(name, caplog):
+    optimizer = dataclasses.replace(CONFIG.optimizer, name=name)
+    train_without_a_folder(steps=9, config=dataclasses.replace(CONFIG, optimizer=optimizer))
+    assert "no gradient" not in caplog.text
+
+
+def test_a_run_that_nothing_reaches_is_stopped(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: False)
+    with pytest.raises(ValueError, match="nothing would be learnt"):
+        train_without_a_folder(steps=2)
+
+
+def test_an_image_that_is_no_number_is_named_and_the_weights_are_kept(tmp_path):
+    class Spoilt(TinyDataset):
+        def batch(self, size, *, seed, index):
+            batch = super().batch(size, seed=seed, index=index)
+            if index == 2:
+                batch.latents[1] = float("nan")
+            return batch
+
+    with pytest.raises(FloatingPointError, match=r"step 3: .* 1\.png at noise level 0\.\d+"):
+        execute(Run(tmp_path), TinyDenoiser(), Spoilt(), CONFIG, None, steps=4)
+    saved = open_state(tmp_path / "checkpoints" / "step-00000002").load()
+    assert_same(saved, train_without_a_folder(steps=2))
+
+
+def test_a_clock_that_is_set_back_disturbs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", iter(range(10**9, 0, -1000)).__next__)
+    assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2, 3]
+
+
+def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
+    start = go(tmp_path / "a", 2)
+    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.5))
+    assert not torch.equal(
+        next(iter(go(tmp_path / "b", 2, start=start, config=config).load().weights.values())),
+        next(iter(go(tmp_path / "c", 2, start=start).load().weights.values())),
+    )
+
+
+def test_a_checkpoint_has_its_lora_file(tmp_path):
+    config = dataclasses.replace(CONFIG, ema=EmaConfig(0.5))
+    state = go(tmp_path / "kitty-0123", 2, config=config).load()
+    path = tmp_path / "kitty-0123" / "loras" / "kitty-000002.safetensors"
+    expected = lora_tensors(dataclasses.replace(state, weights=state.ema), FAMILY, torch.bfloat16)
+    found = load_file(path)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    exact = {key for key, tensor in found.items() if tensor.dtype == torch.float32}
+    assert exact == {key for key in found if key.endswith(".alpha")} < found.keys()
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["modelspec.title"] == "kitty at step 2"
+    go(tmp_path / "without", 1, saving=CheckpointConfig(lora=False))
+    assert not (tmp_path / "without" / "loras").exists()
+
+
+def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_module, "write_lora", full)
+    assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
+    assert "the LoRA file of step 1 could not be written" in caplog.text
+
+
+def test_a_drive_that_is_away_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
+    def away(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 1 << 40))
+    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0)
+
+    def on_step(progress):
+        monkeypatch.setattr(run_module.shutil, "disk_usage", away)
+
+    assert go(tmp_path, 3, on_step=on_step).step == 3
+
+
+def test_the_last_save_waits_for_a_drive_and_says_what_is_lost_without_one(tmp_path, monkeypatch):
+    save, failures = run_module.save_state, [OSError("away"), OSError("away")]
+    monkeypatch.setattr(run_module, "save_state", lambda *args: _fail(failures) or save(*args))
+    monkeypatch.setattr(run_module.time, "sleep", lambda seconds: None)
+    rarely = CheckpointConfig(minutes=60)
+    assert go(tmp_path, 3, saving=rarely).step == 3 and not failures
+    monkeypatch.setattr(run_module, "AWAY_SECONDS", 0.0)
+    failures += [OSError("away")] * 2
+    with pytest.raises(OSError, match="could not be saved .away.. What it trained after .* is lost") as error:
+        go(tmp_path, 5, saving=rarely)
+    assert str(tmp_path) in str(error.value)
+
+
+def _fail(failures):
+    if failures:
+        raise failures.pop()
+
+
+def test_a_lora_file_that_cannot_be_removed_does_not_keep_a_run_from_being_saved(tmp_path, monkeypatch):
+    """Windows removes none that a Load LoRA has read."""
+
+    def held(self, missing_ok=False):
+        if self.suffix == ".safetensors" and self.parent.name == "loras":
+            raise PermissionError("held")
+        unlink(self, missing_ok)
+
+    unlink = Path.unlink
+    go(tmp_path / "run-0", 3)
+    monkeypatch.setattr(Path, "unlink", held)
+    assert go(tmp_path / "run-0", 5, saving=CheckpointConfig(minutes=60, keep=1)).step == 5
+    assert checkpoints(tmp_path / "run-0") == [3, 5]
+
+
+def test_a_kill_between_a_checkpoint_and_its_lora_file_costs_neither(tmp_path, monkeypatch):
+    """The file is written when the run goes on; and one whose checkpoint is pruned never outlives it."""
+    saving = CheckpointConfig(steps=2, minutes=0, keep=1, lora=True)
+    monkeypatch.setattr(run_module, "write_lora_of", failing)
+    with pytest.raises(Cancelled):
+        go(tmp_path, 4, saving=saving)
+    assert saved(tmp_path) and not list((tmp_path / "loras").glob("*"))
+    monkeypatch.undo()
+    go(tmp_path, 4, saving=saving)
+    assert [path.stem[-6:] for path in sorted((tmp_path / "loras").iterdir())][:1] == ["000002"]
+    with pytest.raises(RuntimeError):
+        go(tmp_path, 12, saving=saving, on_step=failing_at(5, RuntimeError()))
+    assert Run(tmp_path, saving).lora(5).exists()
+    monkeypatch.setattr(run_module, "remove_state", failing)
+    with pytest.raises(Cancelled):
+        go(tmp_path, 12, saving=saving)
+    monkeypatch.undo()
+    kept = {int(path.parent.name[-8:]) for path in saved(tmp_path)}
+    assert {int(path.stem[-6:]) for path in (tmp_path / "loras").iterdir()} <= kept | {2, 4, 6, 8, 10, 12}
+    go(tmp_path, 12, saving=saving)
+    assert not Run(tmp_path, saving).lora(5).exists()
+
+
+def failing(*ignored):
+    raise Cancelled
+
+
+def saved(folder):
+    return list((folder / "checkpoints").glob("*/state.json"))

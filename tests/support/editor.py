@@ -1,0 +1,137 @@
+"""ComfyUI's editor in a browser: what a person does in it, by its own buttons where it has them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from graft.tests.support.chromium import Page
+
+DIALOG = ":is(.p-dialog, [role=dialog])"
+"""In the frontends of ComfyUI 0.3.75 and of 0.33."""
+WORKFLOW = "window.app?.extensionManager?.workflow?.activeWorkflow"
+"""What the editor shows; at its start none, then the one it opens by itself."""
+STEADY = """(async () => {
+    const button = document.querySelector('.side-bar-button')
+    let top, frames, since
+    do {
+        await new Promise(requestAnimationFrame)
+        const now = button.getBoundingClientRect().top
+        if (now !== top) [top, frames, since] = [now, 0, performance.now()]
+        frames += 1
+    } while (frames < 30 || performance.now() - since < 2000)
+})()"""
+"""Ends when nothing has pushed the page down for a while, as its banners do."""
+
+
+class Editor:
+    """The editor of one server in one page."""
+
+    def __init__(self, page: Page, address: str):
+        self.page, self.url = page, f"http://{address}/"
+
+    def open(self) -> None:
+        """Load, or reload, the page."""
+        self.page.evaluate("window.graftLeft = true")
+        self.page.goto(self.url)
+        self.page.wait_for(
+            f"!!(!window.graftLeft && {WORKFLOW}?.isLoaded && app.extensionManager.setting && "
+            "document.querySelector('.side-bar-button'))",
+            120,
+        )
+        self.page.wait_for("!document.querySelector('#splash-loader, .p-blockui-mask')")
+        self.page.evaluate(STEADY)
+
+    def open_template(self, name: str) -> None:
+        """Templates > Extensions > graft > the card of that name."""
+        graft, card = _text("graft", DIALOG), _text(name, DIALOG)
+        opened = f"{WORKFLOW}.path.endsWith('/{name}.json')"
+        for _ in self._attempts(opened):
+            with contextlib.suppress(TimeoutError):  # a dialog that moves on while its pictures come
+                self._click_until(_labelled("Templates"), f"!!({graft})")
+                self._click_until(graft, f"!!({card})")
+                self._click_until(card, f"!document.querySelector('{DIALOG}')")
+
+    def _click_until(self, element: str, condition: str) -> None:
+        for _ in self._attempts(condition) if not self.page.evaluate(condition) else ():
+            self.page.click_on(element)
+
+    def _attempts(self, condition: str) -> Iterator[None]:
+        """Let the caller click until the condition holds: clicks go astray, uncounted, while a page moves."""
+        clicks = self.page.clicks
+        for _ in range(4):
+            self.page.clicks = clicks
+            yield
+            with contextlib.suppress(TimeoutError):
+                self.page.wait_for(condition, 8)
+                return
+        raise TimeoutError(f"clicking never led to {condition}")
+
+    def load(self, workflow: dict[str, Any], name: str = "test") -> None:
+        self.page.evaluate(f"app.loadGraphData({json.dumps(workflow)}, true, true, {json.dumps(name)})")
+
+    def set(self, node: int, **values: Any) -> None:
+        """Type values into a node's widgets."""
+        for widget, value in values.items():
+            self.page.evaluate(
+                f"(w => {{ w.value = {json.dumps(value)}; w.callback?.(w.value) }})"
+                f"({_node(node)}.widgets.find(w => w.name === {json.dumps(widget)}))"
+            )
+
+    def run(self) -> None:
+        """Press Run, once no message lies over it."""
+        self.page.wait_for("!document.querySelector('.p-toast-message')")
+        self.page.click_on(_labelled("Run"))
+
+    def cancel(self) -> None:
+        self.page.click_on(_labelled("Cancel current run"))
+
+    def watch_progress(self) -> None:
+        """Collect [node, value, max] of the server's progress events in window.graftSeen."""
+        self.page.evaluate("""(async () => {
+            const { api } = await import('/scripts/api.js');
+            window.graftSeen = [];
+            window.graftWatch ??= api.addEventListener('progress', ({ detail }) =>
+                window.graftSeen.push([Number(detail.node), detail.value, detail.max])) ?? true })()""")
+
+    def idle(self) -> bool:
+        queue = self.page.evaluate("fetch('/queue').then(r => r.json())")
+        return not queue["queue_running"] and not queue["queue_pending"]
+
+    def wait_until_idle(self, seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.idle():
+            assert time.monotonic() < deadline, "still running"
+            time.sleep(0.3)
+
+    def press(self, key: str) -> None:
+        codes = {"Escape": 27, "r": 82, ".": 190}
+        for kind in ("keyDown", "keyUp"):
+            self.page.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key]
+            )
+
+    def node(self, number: int, expression: str) -> Any:
+        """Evaluate an expression over `node`."""
+        return self.page.evaluate(f"(node => {expression})({_node(number)})")
+
+
+def _node(number: int) -> str:
+    return f"app.graph.getNodeById({number})"
+
+
+def _labelled(label: str) -> str:
+    return (
+        "[...document.querySelectorAll('button')].find("
+        f"b => (b.getAttribute('aria-label') || b.textContent).trim() === {json.dumps(label)})"
+    )
+
+
+def _text(text: str, within: str) -> str:
+    return (
+        f"[...document.querySelectorAll({json.dumps(within + ' *')})].find("
+        f"e => !e.children.length && e.textContent.trim() === {json.dumps(text)})"
+    )

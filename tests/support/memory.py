@@ -1,0 +1,60 @@
+"""Measuring what a step keeps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from graft.training.adapters.build import attach, draws, restore_adapters
+from graft.training.loop import initial_state
+from graft.training.memory.activation_checkpointing import checkpointed
+from graft.training.memory.compiling import Compiled
+from graft.training.memory.tensor_counter import LiveTensors
+from graft.training.objective.loss import loss
+
+
+def saved_bytes(compute):
+    """Return the bytes that autograd keeps of what `compute` makes, each storage once, and the result.
+
+    Hooks of others (checkpointing) hide from this what they keep themselves.
+    """
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = compute()
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), result
+
+
+def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
+    """Return the loss and the gradient of every adapter weight, away from the start where most are 0."""
+    state = initial_state(denoiser, config)
+    generator = torch.Generator().manual_seed(1)
+    weights = {n: w + 0.05 * torch.randn(w.shape, generator=generator) for n, w in state.weights.items()}
+    adapters = restore_adapters(denoiser.specs, state.adapter, weights, denoiser.device)
+    with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
+        units = denoiser.family.checkpointed
+        blocks = Compiled().compile_blocks(base, units) if config.memory.compile else nullcontext()
+        with attach(base.layers, adapters), blocks, checkpointed(base.module, units, mode), draws(0, 0):
+            value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
+            value.backward()
+    return value.item(), {f"{p}.{n}": t.grad for p, a in adapters.items() for n, t in a.named_parameters()}
+
+
+def measured(denoiser, batch, config, mode, dtype=torch.float32):
+    """Return the live tensors of a step as it is really computed, and the bytes kept between its passes."""
+    state = initial_state(denoiser, config)
+    adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
+    with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
+        units = denoiser.family.checkpointed
+        with attach(base.layers, adapters), checkpointed(base.module, units, mode), draws(0, 0):
+            with LiveTensors() as live:
+                value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
+                kept = live.now
+                value.backward()
+    return live, kept

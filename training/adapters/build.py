@@ -1,0 +1,159 @@
+"""What is trained: small modules beside frozen layers. One file a method, one table of them (`ADAPTERS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .. import rng
+from ..config import AdapterConfig
+from ..family import is_text
+from ..network.frozen_layer import FrozenLayer, LayerSpec
+from .base import Adapter, attach
+from .dora import DoRA
+from .dropout import draws
+from .loha import LoHa
+from .lokr import LoKr
+from .lora import LoRA
+from .pissa import PiSSA
+from .select import first_match, for_layer, idle_patterns, matches, select
+
+ADAPTERS: Mapping[str, type[Adapter]] = {"lora": LoRA, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
+"""By `AdapterConfig.algorithm`."""
+
+NOT_SUPPORTED: Mapping[str, str] = {
+    "locon": "it is LoRA on convolutions: choose lora and the targets 'all'",
+    **dict.fromkeys(
+        ("oft", "boft", "diag-oft"), "orthogonal fine-tuning multiplies weights instead of adding to them"
+    ),
+    **dict.fromkeys(("full", "diff", "full-diff"), "a full difference is as large as the base"),
+    **dict.fromkeys(("ia3", "glora", "dylora", "tlora"), "its files do not load everywhere"),
+    **dict.fromkeys(("slider", "concept-slider", "leco"), "concept sliders have an objective of their own"),
+    **dict.fromkeys(("tread", "token-routing"), "token routing changes the network that is trained"),
+}
+"""What other trainers have under `algorithm`, and why it is not here."""
+
+
+def method_of(config: AdapterConfig) -> type[Adapter]:
+    """Return the class that one layer's settings ask for.
+
+    Raises ValueError naming what is supported when there is no such method.
+    """
+    name = config.algorithm.lower()
+    if name not in ADAPTERS:
+        reason = f"not supported ({NOT_SUPPORTED[name]})" if name in NOT_SUPPORTED else "unknown"
+        raise ValueError(f"algorithm: {config.algorithm!r} is {reason}; choose one of {', '.join(ADAPTERS)}.")
+    return PiSSA if config.init == "pissa" else ADAPTERS[name]
+
+
+def build_adapters(specs: Mapping[str, LayerSpec], config: AdapterConfig) -> dict[str, Adapter]:
+    """Return one adapter of the configured method for each layer, its parameters not yet set.
+
+    Raises ValueError when there is no such method.
+    """
+    settings = {path: for_layer(config, path) for path in specs}
+    return {path: method_of(settings[path])(spec, settings[path]) for path, spec in specs.items()}
+
+
+def restore_adapters(
+    specs: Mapping[str, LayerSpec], config: AdapterConfig, weights: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Adapter]:
+    """Return adapters on `device` holding a copy of `weights` ("<module path>.<parameter>").
+
+    Raises ValueError when a weight belongs to no layer of the model, or is missing, or has another shape.
+    """
+    paths = {name.rsplit(".", 1)[0] for name in weights}
+    unknown = sorted(paths - set(specs))
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]}: the base model has no such layer; was the LoRA trained on another base?"
+        )
+    with device:
+        adapters = build_adapters({path: spec for path, spec in specs.items() if path in paths}, config)
+    for name, parameter in named_parameters(adapters).items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "nothing"
+            raise ValueError(f"{name}: expected a tensor of shape {tuple(parameter.shape)}, found {found}.")
+        parameter.data = weights[name].detach().to(device, torch.float32, copy=True)
+    return adapters
+
+
+def initialise(
+    adapters: Mapping[str, Adapter],
+    seed: int,
+    layers: Mapping[str, FrozenLayer] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Set every adapter to its start, which changes nothing: drawn from `seed` and its layer's path.
+
+    `layers` holds the base, looked at on `device` by methods that start from it (`needs_base`).
+    """
+    for path, adapter in adapters.items():
+        base = None
+        if adapter.needs_base and layers is not None:
+            base = layers[path].weight(torch.float32, device or torch.device("cpu"))
+        adapter.initialise(rng.generator(seed, "init", path), base)
+
+
+def needs_base(adapters: Mapping[str, Adapter]) -> bool:
+    """Say whether `initialise` must be given the base's layers."""
+    return any(adapter.needs_base for adapter in adapters.values())
+
+
+def named_parameters(adapters: Mapping[str, Adapter]) -> dict[str, nn.Parameter]:
+    """Return every parameter by "<module path>.<parameter>", in a fixed order.
+
+    All are part of the state; those that do not require a gradient are not trained (PiSSA's start).
+    """
+    return {
+        f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()
+    }
+
+
+def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[str, float]:
+    """Return each parameter's multiple of the learning rate: its layer's (`lrs`) times any LoRA+ ratio."""
+    scales: dict[str, float] = {}
+    for path, adapter in adapters.items():
+        layer = first_match(path, config.lrs, 1.0) * (config.text_encoder if is_text(path) else 1.0)
+        for name, _ in adapter.named_parameters():
+            fast = name in adapter.starts_at_zero
+            scales[f"{path}.{name}"] = layer * (config.lora_plus_ratio if fast else 1.0)
+    return scales
+
+
+@torch.no_grad()
+def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
+    """Scale every difference that is larger than `config.max_norm` down to it; return how many were.
+
+    All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude stays.
+    """
+    scaled = list(adapters.values()) if config.max_norm else []
+    norms = torch.stack([adapter.product().norm() for adapter in scaled]).tolist() if scaled else []
+    for adapter, norm in zip(scaled, norms, strict=True):
+        if norm > config.max_norm:
+            factors = adapter.factors()
+            for factor in factors:
+                factor.mul_((config.max_norm / norm) ** (1 / len(factors)))
+    return sum(norm > config.max_norm for norm in norms)
+
+
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "attach",
+    "build_adapters",
+    "draws",
+    "for_layer",
+    "idle_patterns",
+    "initialise",
+    "limit_norms",
+    "lr_scales",
+    "matches",
+    "method_of",
+    "named_parameters",
+    "needs_base",
+    "restore_adapters",
+    "select",
+]

@@ -1,0 +1,1 @@
+"""Files under ComfyUI's names: LoRAs, jobs, folders."""

@@ -1,0 +1,63 @@
+"""Job files that a graph may name: those where datasets may lie, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from ...data.roots import is_inside, yaml_lines
+from ...job.read import DATASETS, Job, read_job
+from .paths import dataset_roots
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def job_files() -> list[str]:
+    """Return the job files to choose from: those in ComfyUI's input folder and in the registered ones."""
+    return sorted({name for root in dataset_roots() for name in _files(root)})
+
+
+def load_job(name: str) -> Job:
+    """Read the job file called `name`; its datasets are named as Load Dataset names them.
+
+    Raises ValueError for a file that is not there or lies elsewhere, and for a dataset that does.
+    """
+    job = read_job(job_file(name))
+    names = {folder.name: _dataset_name(folder) for folder in job.folders.get(DATASETS, ())}
+    prompt = {
+        key: node | {"inputs": node["inputs"] | {"folder": names[node["inputs"]["folder"]]}}
+        if node["class_type"] == "GraftLoadDataset" and node["inputs"]["folder"] in names
+        else node
+        for key, node in job.prompt.items()
+    }
+    return replace(job, prompt=prompt)
+
+
+def job_file(name: str) -> Path:
+    """Return the path of a job file. Raises ValueError unless it lies in a folder that may be read."""
+    parts = PurePosixPath(name.strip().replace("\\", "/")).parts
+    if parts and ".." not in parts and "\0" not in name and name.endswith(SUFFIXES):
+        for root in dataset_roots():
+            path = root.joinpath(*parts)
+            if path.is_file() and is_inside(path, root):
+                return path
+    roots = " or ".join(str(root) for root in dataset_roots()[:1])
+    raise ValueError(f"job file {name!r} not found; put a .yaml file into {roots} and choose it.")
+
+
+def _files(root: Path) -> Iterator[str]:
+    for path in root.glob("*"):
+        if path.suffix in SUFFIXES and path.is_file():
+            yield path.name
+
+
+def _dataset_name(folder: Path) -> str:
+    for number, root in enumerate(dataset_roots()):
+        if is_inside(folder, root):
+            inside = folder.resolve().relative_to(root.resolve()).as_posix()
+            return inside if number == 0 else f"{root.name}/{inside}".removesuffix("/.")
+    raise ValueError(
+        f"datasets: {folder} lies outside the folders that may be read. Register it with these lines in "
+        f"extra_model_paths.yaml (in ComfyUI's folder; then restart ComfyUI):\n{yaml_lines(folder)}"
+    )

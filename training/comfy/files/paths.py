@@ -1,0 +1,152 @@
+"""Where ComfyUI keeps things, with guards: nothing is read or written outside its folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import folder_paths
+
+from ... import distributed
+from ...data.roots import KIND
+from ...files.text import require_letters, shown
+
+
+def dataset_roots() -> list[Path]:
+    """Return the folders that may hold datasets: ComfyUI's input directory, then the registered ones."""
+    registered = folder_paths.folder_names_and_paths.get(KIND, ([], set()))[0]
+    return [Path(folder_paths.get_input_directory()), *(Path(path) for path in registered)]
+
+
+def graft_folder() -> Path:
+    """Return output/graft, where runs and the cache live."""
+    return Path(folder_paths.get_output_directory()) / "graft"
+
+
+def own_folder(folder: Path) -> Path:
+    """Return where this process writes what belongs into `folder` of output/graft: there, but for processes
+    that train along with rank 0. They read it only, and their copies go into ComfyUI's temporary folder.
+    """
+    if distributed.rank() == 0:
+        return folder
+    return Path(folder_paths.get_temp_directory()) / "graft" / folder.relative_to(graft_folder())
+
+
+def cache_folder() -> Path:
+    return graft_folder() / "cache"
+
+
+def lora_path(name: str) -> Path:
+    """Return the file output/loras/<name>.safetensors, which ComfyUI's Load LoRA lists.
+
+    Raises ValueError for a name that is empty or leaves that folder.
+    """
+    return _inside(Path(folder_paths.get_output_directory()) / "loras", name, "file name", ".safetensors")
+
+
+def diffusers_path(name: str) -> Path:
+    """Return the file output/diffusers/<name>.safetensors: a LoRA under names that Load LoRA does not read.
+
+    Raises ValueError for a name that is empty or leaves that folder.
+    """
+    return _inside(_diffusers_folder(), name, "file name", ".safetensors")
+
+
+def _diffusers_folder() -> Path:
+    return Path(folder_paths.get_output_directory()) / "diffusers"
+
+
+def lora_file_names() -> list[str]:
+    """Return the LoRA files that Graft's nodes read: Load LoRA's, and those in output/diffusers."""
+    found = sorted(_diffusers_folder().rglob("*.safetensors"))
+    return [
+        *listed("loras"),
+        *(_IN_DIFFUSERS + path.relative_to(_diffusers_folder()).as_posix() for path in found),
+    ]
+
+
+def lora_file_path(name: str) -> Path:
+    """Return the file that `lora_file_names` gives. Raises ValueError when it is not there."""
+    if name.startswith(_IN_DIFFUSERS) and folder_paths.get_full_path("loras", name) is None:
+        path = diffusers_path(name.removeprefix(_IN_DIFFUSERS))
+        if path.is_file():
+            return path
+    return listed_file(("loras",), name)
+
+
+_IN_DIFFUSERS = "output/diffusers/"
+"""Before the names of files there."""
+
+
+def checkpoint_path(name: str) -> Path:
+    """Return the file output/checkpoints/<name>.safetensors, which ComfyUI's Load Checkpoint lists.
+
+    Raises ValueError for a name that is empty or leaves that folder.
+    """
+    root = Path(folder_paths.get_output_directory()) / "checkpoints"
+    return _inside(root, name, "file name", ".safetensors")
+
+
+def listed(kind: str) -> list[str]:
+    """Return the .safetensors files that ComfyUI lists under models/<kind>."""
+    return [name for name in folder_paths.get_filename_list(kind) if name.endswith((".safetensors", ".sft"))]
+
+
+def listed_file(kinds: Sequence[str], name: str) -> Path:
+    """Return a file that `listed` names under one of `kinds`. Raises ValueError when it is not there."""
+    for kind in kinds:
+        found = folder_paths.get_full_path(kind, name)
+        if found is not None:
+            return Path(found)
+    raise ValueError(
+        f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page."
+    )
+
+
+def run_folder(name: str, key: str) -> Path:
+    """Return output/graft/<name>-<key>. Raises ValueError for a name that leaves output/graft."""
+    return _inside(graft_folder(), f"{name}-{key}", "run name", "")
+
+
+def run_name(folder: Path) -> str:
+    """Return what names a run in routes and events: its folder below output/graft, with '/' between parts."""
+    return folder.relative_to(graft_folder()).as_posix()
+
+
+def existing_run(run: str) -> Path:
+    """Return the folder of the run that `run_name` names. Raises ValueError for a name that leads out."""
+    return _inside(graft_folder(), run, "run", "")
+
+
+def state_folder(name: str) -> Path:
+    """Return output/graft/states/<name>. Raises ValueError for a name that leaves that folder."""
+    return _inside(graft_folder() / "states", name, "state name", "")
+
+
+LONGEST = 240
+"""Bytes of a name: systems allow 255, and a step or an extension may follow."""
+LONGEST_PATH = 1024
+"""Bytes of a name with its subfolders; the folder that it lies in comes before."""
+RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+"""What Windows takes for a device, whatever the extension."""
+
+
+def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
+    clean = name.strip().replace("\\", "/").removesuffix(suffix)
+    require_letters(name, f"{what}: {shown(name)}")
+    forbidden = set('<>:"|?*') | {chr(code) for code in range(32)}
+    parts = clean.split("/")
+    for text, most in ((clean, LONGEST_PATH), *((part, LONGEST) for part in parts)):
+        if len(text.encode()) > most:
+            raise ValueError(f"{what}: {text[:40]!r}... is too long; {most} bytes are the most.")
+    for part in parts:
+        if part.partition(".")[0].strip().lower() in RESERVED:
+            raise ValueError(f"{what}: Windows knows no file called {part!r}; choose another name.")
+    if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
+        raise ValueError(
+            f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders."
+        )
+    path = root.joinpath(*parts[:-1], parts[-1] + suffix)
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{what}: {name!r} leads out of {root}; choose a name inside it.")
+    return path

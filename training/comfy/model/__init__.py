@@ -1,0 +1,1 @@
+"""ComfyUI's models as the engine's Denoiser and Encoder."""

@@ -1,0 +1,38 @@
+"""What ComfyUI knows of a compute device: the dtypes to use there, and the memory that is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_management
+import torch
+
+from ...memory import device_memory as usage
+
+
+def supported_dtypes(model_config: Any, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a model can be computed in, first the one to choose on `device`.
+
+    On a GPU that is bf16 where ComfyUI uses it (older GPUs emulate it), else fp16 if ComfyUI uses that there
+    and the model's configuration lists it: some models overflow in fp16. Otherwise it is float32.
+    """
+    management: Any = comfy.model_management
+    listed = getattr(model_config, "supported_inference_dtypes", (torch.float16,))
+    supported = [torch.float32, torch.bfloat16, *({torch.float16} & set(listed))]
+    best = torch.float32
+    if device.type in ("cuda", "xpu"):
+        if management.should_use_bf16(device):
+            best = torch.bfloat16
+        elif torch.float16 in supported and management.should_use_fp16(device):
+            best = torch.float16
+    return (best, *(dtype for dtype in supported if dtype != best))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free bytes of `device`, without what ComfyUI leaves to other programs (--reserve-vram); None
+    if unknown. Host memory has its own reserve.
+    """
+    free = usage.free_bytes(device)
+    if free is None or device.type == "cpu":
+        return free
+    return max(0, free - int(comfy.model_management.extra_reserved_memory()))

@@ -1,0 +1,65 @@
+"""ComfyUI's VAE and CLIP as the engine's Encoder."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import comfy.model_management
+import torch
+from torch import Tensor
+
+from ...family import Family
+from ...model import Conditioning
+from .denoiser import require_plain
+from .fingerprint import fingerprint
+
+
+class ComfyEncoder:
+    """Encodes as the stock VAE Encode and CLIP Text Encode nodes do, so that cached equals sampled."""
+
+    def __init__(self, vae: Any, clip: Any, family: Family) -> None:
+        if clip is None:
+            raise ValueError(
+                "no text encoder: this checkpoint holds none; choose text encoder files in Load Base Model, "
+                "or connect a CLIP loader."
+            )
+        if vae is None or vae.first_stage_model is None:
+            raise ValueError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")
+        require_plain(clip.patcher, "CLIP")
+        self.vae, self.clip = vae, clip
+        self.bucket_step = family.bucket_step
+
+    @cached_property
+    def image_fingerprint(self) -> str:
+        return fingerprint(self.vae.first_stage_model, patchers=(self.vae.patcher,))
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        clip = self.clip
+        parts = (clip.cond_stage_model, clip.patcher.patches, {"layer": clip.layer_idx or 0})
+        return fingerprint(*parts, patchers=(clip.patcher,)) + type(clip.tokenizer).__name__
+
+    @property
+    def reduction(self) -> int:
+        return int(self.vae.spacial_compression_encode())
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        frames = (1,) * (self.vae.latent_dim - 2)  # of a video VAE
+        return (self.vae.latent_channels, *frames, height // self.reduction, width // self.reduction)
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        with torch.inference_mode():
+            return self.vae.encode(pixels).to("cpu", torch.float32).clone()  # type: ignore[no-any-return]
+
+    def encode_text(self, caption: str) -> Conditioning:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        with torch.inference_mode():
+            [[cond, extra]] = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption))
+            found = {"cross_attn": cond, **extra}
+            return {
+                name: torch.as_tensor(value).to("cpu").clone()  # LTX-2.3 says by a flag what its text is
+                for name, value in found.items()
+                if isinstance(value, Tensor | bool | int | float)
+            }

@@ -1,0 +1,212 @@
+"""Load a base model from ComfyUI's own folders, in one piece or, as people own SD3.5 and Flux, in several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import comfy.sd
+import comfy.utils
+import folder_paths
+
+from ...files.tensor_file import TensorFile
+from ...job.graph import FROM_CHECKPOINT
+from ...memory.precision import DTYPES
+from ..files.paths import listed, listed_file
+from .fingerprint import FileDigests, remember
+
+CLIP_TYPES: Mapping[str, str] = {
+    **dict.fromkeys(("SD15", "SD20", "SDXL", "SDXLRefiner", "AuraFlow"), "STABLE_DIFFUSION"),
+    **dict.fromkeys(("Anima", "ErnieImage"), "STABLE_DIFFUSION"),
+    "ACEStep": "ACE",
+    "ACEStep15": "ACE",
+    "Boogu": "BOOGU",
+    "Chroma": "CHROMA",
+    "CogVideoX_T2V": "COGVIDEOX",
+    "CosmosT2IPredict2": "COSMOS",
+    "CosmosT2V": "COSMOS",
+    "Flux": "FLUX",
+    "Flux2": "FLUX2",
+    "GenmoMochi": "MOCHI",
+    "HiDream": "HIDREAM",
+    "HunyuanDiT": "HUNYUAN_DIT",
+    "HunyuanImage21": "HUNYUAN_IMAGE",
+    "HunyuanVideo": "HUNYUAN_VIDEO",
+    "HunyuanVideo15": "HUNYUAN_VIDEO_15",
+    "Ideogram4": "IDEOGRAM4",
+    "JoyImage": "JOYIMAGE",
+    "Kandinsky5": "KANDINSKY5",
+    "Kandinsky5Image": "KANDINSKY5_IMAGE",
+    "Krea2": "KREA2",
+    "LTXV": "LTXV",
+    "Lens": "LENS",
+    "LongCatImage": "LONGCAT_IMAGE",
+    "Lumina2": "LUMINA2",
+    "MageFlow": "MAGE",
+    "Omnigen2": "OMNIGEN2",
+    "PixArtAlpha": "PIXART",
+    "PixelDiTT2I": "PIXELDIT",
+    "QwenImage": "QWEN_IMAGE",
+    "SD3": "SD3",
+    "StableAudio": "STABLE_AUDIO",
+    "Stable_Cascade_C": "STABLE_CASCADE",
+    "WAN21_T2V": "WAN",
+}
+"""Class of ComfyUI's model config, or the nearest it is made of -> CLIPType for its text encoder files."""
+
+
+def model_files() -> list[str]:
+    return sorted({*listed("checkpoints"), *listed("diffusion_models")})
+
+
+def model_path(name: str) -> Path:
+    """Return the file that `model_files` names. Raises ValueError when it is not there."""
+    return listed_file(("checkpoints", "diffusion_models"), name)
+
+
+def text_encoder_files() -> list[str]:
+    return listed("text_encoders")
+
+
+def vae_files() -> list[str]:
+    return listed("vae")
+
+
+def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
+    """Return (MODEL, CLIP, VAE); CLIP and VAE are None where neither the checkpoint nor a file gives one.
+
+    Names are relative to ComfyUI's model folders. Raises ValueError naming the file for anything that is not
+    a readable .safetensors base model.
+    """
+    path = model_path(model)
+    options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
+    keys = require_safetensors(path)
+    digests = FileDigests(path)
+    with read_ahead(path):
+        if any(key.startswith("model.diffusion_model.") for key in keys):
+            patcher, clip, own_vae = _load(
+                path.name,
+                "a base model",
+                lambda: comfy.sd.load_checkpoint_guess_config(
+                    str(path),
+                    embedding_directory=folder_paths.get_folder_paths("embeddings"),
+                    model_options=options,
+                )[:3],
+            )
+        else:
+            patcher = _load(
+                path.name, "a base model", lambda: comfy.sd.load_diffusion_model(str(path), options)
+            )
+            clip = own_vae = None
+    if patcher is None:
+        raise ValueError(
+            f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
+        )
+    if clip is not None and not hasattr(clip, "tokenizer"):
+        clip = None
+    remember(patcher.model.diffusion_model, digests)
+    if text_encoders:
+        clip = _load_clip(text_encoders, type(patcher.model.model_config))
+    elif clip is not None:
+        remember(clip.cond_stage_model, digests)
+    if vae != FROM_CHECKPOINT:
+        own_vae = _load_vae(vae)
+    elif own_vae is not None:
+        remember(own_vae.first_stage_model, digests)
+    return patcher, clip, own_vae
+
+
+@contextmanager
+def read_ahead(path: Path) -> Iterator[None]:
+    """Read the file in one sweep in the background, so that the system has it when it is asked for in pieces.
+
+    ComfyUI maps files into memory, which alone would fetch them page by page. Nothing is kept here.
+    """
+    done = threading.Event()
+
+    def sweep() -> None:
+        buffer = bytearray(READ_AHEAD)
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            while not done.is_set() and file.readinto(buffer):
+                pass
+
+    thread = threading.Thread(target=sweep, name="graft read-ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+READ_AHEAD = 1 << 24
+"""Bytes at a time."""
+
+
+def require_safetensors(path: Path) -> TensorFile:
+    """Return a .safetensors file, its header read and checked, no tensor loaded.
+
+    Raises ValueError for pickles, truncated files, oversized headers, offsets that overlap or leave the file.
+    """
+    if path.suffix not in (".safetensors", ".sft"):  # by which ComfyUI decides how to open a file
+        raise ValueError(
+            f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code "
+            "when opened. Convert it to .safetensors first."
+        )
+    return TensorFile(path)
+
+
+def _load(names: str, what: str, load: Any) -> Any:
+    try:
+        return load()
+    except (RuntimeError, KeyError, ValueError, AttributeError, TypeError) as error:
+        said = str(error).strip()
+        raise ValueError(
+            f"{names}: ComfyUI cannot load this as {what} ({said}); choose another in Load Base Model."
+        ) from error
+
+
+def clip_type(config: type) -> Any:
+    """Return the CLIPType of text encoder files for a class of ComfyUI's model configs.
+
+    A ComfyUI that lacks it tells these encoders by their weights alone. Raises ValueError for other classes:
+    another type would give other encodings than the model is sampled with.
+    """
+    found = [CLIP_TYPES[base.__name__] for base in config.__mro__ if base.__name__ in CLIP_TYPES]
+    if not found:
+        raise ValueError(
+            f"{config.__name__}: Load Base Model does not know how its text encoders are loaded. Leave them "
+            f"at {FROM_CHECKPOINT!r} here, and load them with ComfyUI's own loader."
+        )
+    return getattr(comfy.sd.CLIPType, found[0], comfy.sd.CLIPType.STABLE_DIFFUSION)
+
+
+def _load_clip(names: Sequence[str], config: type) -> Any:
+    kind = clip_type(config)
+    paths = [listed_file(("text_encoders",), name) for name in names]
+    for path in paths:
+        require_safetensors(path)
+    digests = FileDigests(*paths)
+    clip = _load(
+        ", ".join(names),
+        f"text encoders of {config.__name__}",
+        lambda: comfy.sd.load_clip(
+            [str(path) for path in paths], folder_paths.get_folder_paths("embeddings"), clip_type=kind
+        ),
+    )
+    remember(clip.cond_stage_model, digests)
+    return clip
+
+
+def _load_vae(name: str) -> Any:
+    path = listed_file(("vae",), name)
+    require_safetensors(path)
+    digests = FileDigests(path)
+    vae = _load(name, "a VAE", lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
+    if vae.first_stage_model is None:
+        raise ValueError(f"{name}: not a VAE that ComfyUI recognises.")
+    remember(vae.first_stage_model, digests)
+    return vae

@@ -1,0 +1,115 @@
+"""A base model of which only names, shapes and dtypes are known: enough to plan a run, in a second.
+
+The network is built by ComfyUI from the header of its file; its weights are fake tensors, which have no
+numbers and take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.model_detection
+import comfy.model_patcher
+import comfy.utils
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...files.tensor_file import FORMATS
+from ...model import Batch
+from .denoiser import ComfyDenoiser
+from .loading import require_safetensors
+from .weights import FLOAT8
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a family is told of one caption."""
+
+    tokens: int
+    width: int
+    pooled: int = 0
+
+
+TEXTS: Mapping[str, Text] = {
+    "SD1.5": Text(77, 768),
+    "SD2": Text(77, 1024),
+    **dict.fromkeys(("SDXL", "SSD-1B", "Segmind Vega", "KOALA 700M", "KOALA 1B"), Text(77, 2048, 1280)),
+    "SDXL Refiner": Text(77, 1280, 1280),
+    **dict.fromkeys(("SD3", "SD3.5 Medium", "SD3.5 Large"), Text(154, 4096, 2048)),
+    **dict.fromkeys(("Flux.1 Dev", "Flux.1 Schnell"), Text(512, 4096, 768)),
+    "Chroma": Text(512, 4096),
+    "Qwen-Image": Text(256, 3584),
+}
+"""By the name of the family; tokens are those of a long caption."""
+
+
+def outline(path: Path) -> ComfyDenoiser:
+    """Return the model in a .safetensors file without its weights.
+
+    Raises ValueError for files that are not a base model.
+    """
+    shapes = _shapes(path)
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(shapes)
+    prefix = prefix if any(key.startswith(prefix) for key in shapes) else ""  # of diffusion_models
+    config = comfy.model_detection.model_config_from_unet(shapes, prefix)
+    if config is None:
+        raise ValueError(f"{path.name}: not a base model that ComfyUI recognises; give its own file.")
+    config.set_inference_dtype(torch.bfloat16, None)
+    model = config.get_model(shapes, prefix, device=torch.device("meta"))
+    _without_numbers(model.diffusion_model)
+    _rounded_as(shapes, prefix, model.diffusion_model)
+    cpu = torch.device("cpu")
+    return ComfyDenoiser(comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
+
+
+def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) -> Batch:
+    """Return `size` samples of width x height pixels with long captions, to plan for.
+
+    Raises ValueError for families whose captions are not known here.
+    """
+    name = denoiser.family.name
+    if name not in TEXTS:
+        raise ValueError(
+            f"{name} cannot be planned for without its text encoder; the families are {', '.join(TEXTS)}. "
+            "The Memory Plan node plans for any model."
+        )
+    text, cell = TEXTS[name], denoiser.pixels_per_cell
+    latents = torch.zeros(size, denoiser.model.latent_format.latent_channels, height // cell, width // cell)
+    conditioning: dict[str, Tensor] = {"cross_attn": torch.zeros(1, text.tokens, text.width)}
+    if text.pooled:
+        conditioning["pooled_output"] = torch.zeros(1, text.pooled)
+    return Batch(latents, [conditioning] * size)
+
+
+def _shapes(path: Path) -> dict[str, Tensor]:
+    """Return the file's tensors on the meta device."""
+    found = {}
+    for key, entry in require_safetensors(path).entries.items():
+        dtype = getattr(torch, FORMATS[entry.format][1], torch.float32)
+        found[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
+    return found
+
+
+def _without_numbers(network: nn.Module) -> None:
+    """Replace what a network owns on the meta device by fake tensors of the CPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in network.modules():
+            slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for slot in slots:
+                for name, tensor in slot.items():
+                    if tensor is not None:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        slot[name] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _rounded_as(shapes: Mapping[str, Tensor], prefix: str, network: nn.Module) -> None:
+    """Let the weights that the file has in 8 bits say so."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for path, module in network.named_modules():
+            found, weight = shapes.get(f"{prefix}{path}.weight"), getattr(module, "weight", None)
+            if found is not None and weight is not None and found.dtype in FLOAT8:
+                module.weight = nn.Parameter(torch.empty(weight.shape, dtype=found.dtype), False)

@@ -1,0 +1,244 @@
+"""The engine owns the base weights during a run.
+
+ComfyUI executes nodes in inference mode, and on NVIDIA its newer versions cast weights into one buffer that
+the next layer overwrites: autograd may keep neither. So during `held` every frozen layer computes through its
+own accessor (`FrozenLayer`), every other parameter is an ordinary tensor on the compute
+device, attention is PyTorch's, and ComfyUI's cast buffers are not on the path. Every exit restores all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import torch
+from torch import Tensor, nn
+
+from ...memory.gguf import packed_gguf
+from ...memory.quantize import Packed, Parts, plain, scaled
+from ...memory.weight_store import UNPLACED, Store
+from ...model import HeldBase
+from ...network.frozen_layer import FrozenLayer, LayerSpec
+from ...network.replace_forward import set_forward
+from ..versions import QuantizedTensor
+
+FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
+
+
+def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = "") -> dict[str, LayerSpec]:
+    """Return what an adapter could sit on, by module path; by role, as quantised linears are no `nn.Linear`.
+
+    Weights in `patches`, by path after `prefix`, are ordinary numbers in training whatever their file has.
+    """
+    specs: dict[str, LayerSpec] = {}
+    for path, module in network.named_modules():
+        spec = _spec(module, is_patched=f"{prefix}.{path}.weight" in patches)
+        if spec is not None:
+            specs[path] = spec
+    return specs
+
+
+SCALES = ("scale_weight", "scale_input", "input_scale")
+"""Beside a weight in fp8: a part of what `_packed` makes of it, or unused in training."""
+UNUSED = ("norm_final.weight",)
+"""What networks of older versions own and never compute with: Lumina 2's last norm."""
+
+
+def numbers_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers that a module computes with, by name: every parameter and every buffer that its file
+    has, rounded as the model has them; of what the file quantized, the parts.
+
+    In the order of their names, and alike in every version of ComfyUI (whose norms once called their weight
+    "scale") and with or without dynamic VRAM.
+    """
+    for path, module in sorted(network.named_modules(), key=lambda item: item[0]):
+        buffers = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in sorted({**module._parameters, **buffers}.items()):
+            where = f"{path}.{'weight' if name == 'scale' else name}"
+            if tensor is None or name in SCALES or where in UNUSED:
+                continue
+            whole = _as_in_model(ordinary(tensor), module, name)
+            kept = _packed(whole, tensor, module if name == "weight" else None)
+            for index, part in enumerate(kept.parts):
+                yield (f"{where}.{index}" if index else where), part
+
+
+@contextmanager
+def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterator[HeldBase]:
+    """Own the weights of `network`, which is `patcher.model.<prefix>`, keeping them as `store` says.
+
+    Patches on the patcher (LoRAs loaded before) apply. Must be entered outside inference mode, with every
+    ComfyUI model unloaded, so that the modules hold the plain host weights.
+    """
+    assert not torch.is_inference_mode_enabled()
+    specs = layer_specs(network, patcher.patches, prefix)
+    layers: dict[str, FrozenLayer] = {}
+    with ExitStack() as undo:
+        for path, module in network.named_modules():
+            found = {**dict(module._parameters), **dict(module._buffers)}
+            weights = {n: _as_in_model(ordinary(t), module, n) for n, t in found.items() if t is not None}
+            if path in specs:
+                kept = {
+                    n: _packed(t, found[n], module if n == "weight" else None) for n, t in weights.items()
+                }
+                later = store.name == UNPLACED
+                kept = {n: _patched(patcher, f"{prefix}.{path}.{n}", p, later) for n, p in kept.items()}
+                layers[path] = _layer(path, specs[path], module, kept, store)
+                undo.callback(set_forward(module, layers[path].forward))
+            else:
+                loose = {n: _gguf(t, found[n]) or plain(t) for n, t in weights.items()}
+                loose = {n: _patched(patcher, f"{prefix}.{path}.{n}", p) for n, p in loose.items()}
+                weights = {n: p.weight(store.dtype) if p.packs else p.parts[0] for n, p in loose.items()}
+            for name, tensor in weights.items():
+                if path in specs and hasattr(found[name], "tensor_type"):
+                    continue  # networks ask it for its shape
+                own = tensor if path in specs else _resident(tensor, name in module._buffers, store)
+                undo.callback(replace(module, name, own))
+        yield HeldBase(network, layers)
+
+
+def _layer(
+    path: str, spec: LayerSpec, module: nn.Module, weights: dict[str, Packed], store: Store
+) -> FrozenLayer:
+    weight = store.fetch_of(path, spec, weights["weight"])
+    if "bias" not in weights:
+        return FrozenLayer(path, spec, module, weight)
+    bias = weights["bias"].weight(store.dtype).to(store.device)
+    return FrozenLayer(path, spec, module, weight, lambda dtype, device: bias.to(device, dtype))
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory that autograd may use: it may not save inference tensors."""
+    if is_gguf(tensor):
+        tensor = tensor.as_subclass(Tensor)
+    if not tensor.is_inference() or isinstance(tensor, QuantizedTensor):
+        return tensor.detach()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+
+
+def _as_in_model(tensor: Tensor, module: nn.Module, name: str) -> Tensor:
+    """Return a weight as the model has it: under dynamic VRAM it still has the file's dtype, and is rounded
+    only on its way to the device.
+    """
+    dtype = getattr(module, f"{name}_comfy_model_dtype", None)
+    if dtype is None or isinstance(tensor, QuantizedTensor) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype) if dtype.itemsize <= tensor.dtype.itemsize else tensor
+
+
+def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        return None
+    shape = tuple(weight.shape)
+    packed = None if is_patched else _packed_bytes(weight)
+    if hasattr(module, "in_features") and hasattr(module, "out_features") and len(shape) == 2:
+        sides: Any = module  # quantised weights may have another shape
+        return LayerSpec("linear", (int(sides.out_features), int(sides.in_features)), packed=packed)
+    if hasattr(module, "kernel_size") and not getattr(module, "transposed", False) and len(shape) in (3, 4):
+        if getattr(module, "padding_mode", "zeros") != "zeros":
+            return None
+        options = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
+        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, packed)
+    if hasattr(module, "num_embeddings") and len(shape) == 2:
+        return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx}, packed)
+    return None
+
+
+def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
+    """Return a host weight as it is kept: what the file quantised stays quantised.
+
+    `loaded` is what the loader put there, and `tensor` the same memory as an ordinary tensor.
+    """
+    from_gguf = _gguf(tensor, loaded)
+    if from_gguf is not None:
+        return from_gguf
+    if isinstance(tensor, QuantizedTensor):
+        return _packed_as_comfyui(tensor)
+    scale = getattr(module, "scale_weight", None)
+    if tensor.dtype in FLOAT8 and scale is not None:
+        return scaled(tensor, ordinary(scale))
+    return plain(tensor)
+
+
+def _packed_as_comfyui(tensor: Any) -> Packed:
+    names, context = tensor.__tensor_flatten__()
+    kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+
+    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
+        inner = dict(zip(names, parts, strict=True))
+        again = kind.__tensor_unflatten__(inner, context, shape, stride)
+        return again.dequantize().to(dtype)  # type: ignore[no-any-return]
+
+    return Packed(tuple(ordinary(getattr(tensor, name)) for name in names), unpack)
+
+
+def _packed_bytes(weight: Tensor) -> int | None:
+    """Return the bytes of a weight that its file has rounded to fewer bits, else None."""
+    if isinstance(weight, QuantizedTensor):
+        return _packed_as_comfyui(weight).nbytes
+    if _gguf_type(weight):
+        return weight.as_subclass(Tensor).nbytes
+    return weight.nbytes if weight.dtype in FLOAT8 else None
+
+
+def _gguf(tensor: Tensor, loaded: Any) -> Packed | None:
+    """Return what a loader of GGUF files left packed; None for plain weights and those of other files."""
+    kind = _gguf_type(loaded)
+    return packed_gguf(tensor, kind, tuple(loaded.shape)) if kind else None
+
+
+def is_gguf(tensor: Any) -> bool:
+    """Say whether a tensor is of ComfyUI-GGUF's class, which says another shape than its bytes have."""
+    return hasattr(tensor, "tensor_type")
+
+
+def _gguf_type(loaded: Any) -> str | None:
+    """Return the type of what a GGUF file has packed, such as "Q4_K"; None for plain numbers."""
+    kind = getattr(getattr(loaded, "tensor_type", None), "name", None)
+    return None if kind in ("F32", "F16") else kind
+
+
+def _patched(patcher: Any, key: str, weight: Packed, later: bool = False) -> Packed:
+    """Return the host weight with the incoming MODEL's patches for it, computed now or at each use."""
+    if key not in patcher.patches:
+        return weight
+
+    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
+        whole = weight.unpack(parts, torch.float32)
+        changed = whole.clone() if any(whole is part for part in parts) else whole
+        return comfy.lora.calculate_weight(patcher.patches[key], changed, key).to(dtype)  # type: ignore[no-any-return]
+
+    return Packed(weight.parts, unpack) if later else plain(unpack(weight.parts, torch.float32))
+
+
+def _dequantised(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _resident(tensor: Tensor, is_buffer: bool, store: Store) -> Tensor:
+    """Place a norm's weight or a loose parameter: small, so always on the compute device.
+
+    Buffers keep their own dtype.
+    """
+    tensor = _dequantised(tensor)
+    keeps_dtype = is_buffer or not tensor.is_floating_point()
+    return tensor.to(store.device) if keeps_dtype else tensor.to(store.device, store.dtype)
+
+
+def replace(module: nn.Module, name: str, tensor: Tensor) -> Callable[[], None]:
+    """Put a tensor in a parameter's or buffer's place; return the function that puts back what was there."""
+    slot: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    before = slot[name]
+    slot[name] = nn.Parameter(tensor, requires_grad=False) if slot is module._parameters else tensor
+
+    def restore() -> None:
+        slot[name] = before
+
+    return restore

@@ -1,0 +1,1 @@
+"""A run inside ComfyUI: its node, progress, samples, chart and routes."""

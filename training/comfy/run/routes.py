@@ -1,0 +1,170 @@
+"""Graft's routes on ComfyUI's server, for the chart on Train Steps.
+
+They read the logs and the samples of runs under output/graft, and one of them sets the Finish flag. They
+write no file, run no code, and answer 404 for whatever is not part of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from ...run.queued import settings_of
+from ...run.run_log import read_entries
+from ..files import paths
+from ..versions import running_server
+from .session import known_runs, request_finish
+from .shown_run import added_inputs, shown_runs
+
+logger = logging.getLogger(__name__)
+
+SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
+CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
+
+
+def add_routes() -> None:
+    """Add the routes where a server is running, once."""
+    server = running_server()
+    if server is None:
+        return
+    for route in server.routes:
+        if getattr(route, "path", "") == "/graft/runs":
+            other = Path(inspect.getfile(route.handler)).resolve()
+            if other != Path(__file__).resolve():
+                logger.error(
+                    "Graft: it is installed twice, in %s and in %s. The nodes of one do not go with the "
+                    "other's chart and Finish: remove one of these folders and restart ComfyUI.",
+                    *(file.parents[3] for file in (other, Path(__file__).resolve())),
+                )
+            return
+    for route in routes():
+        server.routes.route(route.method, route.path)(route.handler)
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.get("/graft/runs", runs),
+        web.post("/graft/runs", shown),
+        web.get("/graft/log", log),
+        web.get("/graft/files", files),
+        web.get("/graft/sample", sample),
+        web.post("/graft/finish/{run:.+}", finish),
+    ]
+
+
+async def runs(request: web.Request) -> web.Response:
+    """Answer {runs}: those that a node of this server trained or is training, the latest last."""
+    return web.json_response({"runs": known_runs()})
+
+
+async def shown(request: web.Request) -> web.Response:
+    """Answer {runs, settings} for {workflow, prompt}, a graph in API form.
+
+    Both are by the nodes' numbers: the run that a Train Steps shows, and a digest of any node's settings.
+    """
+    try:
+        asked = await request.json()
+        graph, workflow = asked["prompt"], asked.get("workflow")
+        found = await _in_thread(
+            lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph, added_inputs)}
+        )
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return _refused("no graph in API form", 400)
+    return web.json_response(found)
+
+
+async def log(request: web.Request) -> web.Response:
+    """Answer {start, next, more, entries} for ?run=<run>&start=<byte>: the steps logged since that byte.
+
+    `start` comes back as 0 when the log has become shorter, which means that it was begun again.
+    """
+    path = _run_folder(request) / "log.jsonl"
+    start = request.query.get("start", "0")
+    if not re.fullmatch(r"[0-9]{1,18}", start):
+        return _refused("start must be a number of bytes, 0 or more", 400)
+    return web.json_response(await _in_thread(lambda: read_entries(path, int(start))))
+
+
+async def files(request: web.Request) -> web.Response:
+    """Answer {samples: [{name, step, number}], checkpoints: [step]} for ?run=<run>, by step."""
+    folder = _run_folder(request)
+    return web.json_response(await _in_thread(lambda: list_files(folder)))
+
+
+async def sample(request: web.Request) -> web.StreamResponse:
+    """Answer the picture ?run=<run>&name=step-<n>-<prompt>.png."""
+    folder, name = _run_folder(request), request.query.get("name", "")
+    path = folder / "samples" / name
+    if not SAMPLE.fullmatch(name) or not _is_file_of(folder, path):
+        return _refused("no such sample", 404)
+    return web.FileResponse(path, headers={"Content-Type": "image/png", "X-Content-Type-Options": "nosniff"})
+
+
+async def finish(request: web.Request) -> web.Response:
+    """End the run after its current step, keeping its LoRA."""
+    run = request.match_info["run"]
+    if not request_finish(run):
+        return _refused("no such run is under way", 404)
+    return web.json_response({"finishing": run})
+
+
+def list_files(folder: Path) -> dict[str, Any]:
+    """Return a run's samples and the steps of its checkpoints."""
+    samples = [
+        {"name": match[0], "step": int(match[1]), "number": int(match[2])}
+        for name in _names(folder / "samples")
+        if (match := SAMPLE.fullmatch(name)) and _is_file_of(folder, folder / "samples" / name)
+    ]
+    found = (CHECKPOINT.fullmatch(name) for name in _names(folder / "checkpoints"))
+    return {
+        "samples": sorted(samples, key=lambda row: (row["step"], row["number"])),
+        "checkpoints": sorted(int(match[1]) for match in found if match),
+    }
+
+
+def _run_folder(request: web.Request) -> Path:
+    """Return the folder of ?run=<run>. Raises HTTPNotFound unless it is that of a run under output/graft.
+
+    A run that this server has begun has no log before its first step.
+    """
+    root, run = paths.graft_folder(), request.query.get("run", "")
+    try:
+        folder = paths.existing_run(run)
+        file, begun = folder / "log.jsonl", run in (live["run"] for live in known_runs())
+        if _is_file_of(root, file) or (begun and not os.path.lexists(file)):
+            return folder
+    except (OSError, ValueError, RuntimeError):  # no usable name; a loop of links
+        pass
+    raise web.HTTPNotFound(text=json.dumps({"error": "no such run"}), content_type="application/json")
+
+
+def _is_file_of(folder: Path, path: Path) -> bool:
+    """Whether `path` is an ordinary file that lies in `folder` also when links are followed."""
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(folder)]
+    except OSError:
+        return []
+
+
+def _refused(reason: str, status: int) -> web.Response:
+    return web.json_response({"error": reason}, status=status)
+
+
+async def _in_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return await asyncio.get_running_loop().run_in_executor(None, work)

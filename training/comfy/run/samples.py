@@ -1,0 +1,267 @@
+"""Pictures from a LoRA while it is trained, by ComfyUI's own sampler.
+
+They are drawn between two optimizer steps, while the base is given back to ComfyUI, so they change nothing
+in what is trained; and whatever goes wrong costs pictures, never the run. Only Cancel ends it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import node_helpers
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from ...data.caption import LONGEST, literal
+from ...family import Family
+from ...files.whole_file import whole_file
+from ...loop import STOP, OnStep, Progress
+from ...memory.placement import is_out_of_memory
+from ...run.execute import States
+from ...state import TrainState
+from ..files.trained_lora import with_lora
+from ..model.unload import unload
+
+log = logging.getLogger(__name__)
+
+SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
+SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
+
+SHOWN = 5
+"""Steps that a warning lists."""
+
+PREVIEW_SIDE = 512
+"""Pixels of a picture's longer side as the node shows it."""
+
+
+@dataclass(frozen=True)
+class SamplePrompts:
+    """What to draw, how, and how often. Decides nothing about the training."""
+
+    clip: Any
+    vae: Any
+    prompts: tuple[str, ...]
+    """[trigger] stands for the dataset's trigger word."""
+    negative: str = ""
+    every: int = 100
+    """Steps between two sets of pictures; 0 draws none."""
+    before_training: bool = True
+    """Draw a first set at the step the run starts from."""
+    width: int = 1024
+    height: int = 1024
+    steps: int = 20
+    cfg: float = 0.0
+    """Guidance scale; 0 takes the family's."""
+    sampler: str = "euler"
+    scheduler: str = "simple"
+    seed: int = 0
+    walk_seed: bool = False
+    """Another seed for every set; otherwise sets differ by the training alone."""
+    guidance: float = -1.0
+    """Guidance input of guidance-distilled models, as Flux Guidance sets it; -1 leaves the model's."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("Sample Prompts: there is no prompt; write one a line.")
+        if (longest := max(map(len, (*self.prompts, self.negative)))) > LONGEST:
+            raise ValueError(f"Sample Prompts: a prompt has {longest} letters; {LONGEST} are the most.")
+        if self.clip is None or self.vae is None:
+            raise ValueError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
+        if not (self.guidance >= 0 or self.guidance == -1):
+            raise ValueError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
+
+    def of(self, family: Family) -> SamplePrompts:
+        """Return what is drawn of a family: with its guidance scale, where none is set."""
+        return self if self.cfg else replace(self, cfg=family.cfg)
+
+    def notes(self, family: Family) -> list[str]:
+        """Return a sentence for every setting that pictures of this family do not bear or do not show."""
+        cfg, found = self.of(family).cfg, []
+        if cfg != 1 and family.cfg == 1:
+            found.append(
+                f"cfg {cfg:g} of Sample Prompts: this base ({family.name}) was distilled to be drawn at 1. "
+                "Samples take twice as long and may look burnt though the LoRA is good; 0 takes what suits."
+            )
+        if self.guidance >= 0 and family.guidance is None:
+            found.append(f"guidance {self.guidance:g} of Sample Prompts: {family.name} takes none.")
+        if self.negative and cfg == 1:
+            found.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
+        return found
+
+
+@dataclass
+class SampleWriter:
+    """Draws a run's samples when they are due, saves them and shows them on the node."""
+
+    plan: SamplePrompts
+    model: Any
+    """The MODEL that is trained on."""
+    family: Family
+    folder: Path
+    """The pictures become `folder`/step-<n>-<number of the prompt>.png."""
+    first: int
+    """Step at which the run starts."""
+    last: int
+    trigger: str = ""
+    node_id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Goes into the files: "workflow" and "prompt", as ComfyUI's Save Image writes them."""
+
+    def on_start(self, states: States) -> None:
+        """Draw the first set, and what is missing of those that were due so far, as after a kill. Say which
+        sets cannot be drawn because their training states are gone."""
+        numbers, there, lost = range(len(self.plan.prompts)), set(self.folder.glob("*.png")), []
+        for step in self.sets(max(states)):
+            if missing := [number for number in numbers if self.path(step, number) not in there]:
+                try:
+                    state = states[step]()
+                except (KeyError, ValueError):
+                    lost.append(str(step))
+                else:
+                    self.draw(state, missing)
+        if lost:
+            listed = ", ".join(lost[:SHOWN]) + (f" and {len(lost) - SHOWN} more" if lost[SHOWN:] else "")
+            log.warning(
+                "Graft: samples of step %s are missing, and cannot be drawn: these training states are gone.",
+                listed,
+            )
+
+    def following(self, on_step: OnStep) -> OnStep:
+        """Return an `on_step` that does what the given one does, and then draws the set that is due."""
+
+        def draw_too(progress: Progress) -> str | None:
+            outcome = on_step(progress)
+            if outcome != STOP and self.due(progress.step):
+                with progress.base_given_back():
+                    self.draw(progress.state(), range(len(self.plan.prompts)))
+            return outcome
+
+        return draw_too
+
+    def due(self, step: int) -> bool:
+        return bool(self.plan.every) and step > self.first and step % self.plan.every == 0
+
+    def sets(self, reached: int) -> list[int]:
+        """Return the steps up to `reached` at which pictures are due."""
+        every = self.plan.every
+        if not every:
+            return []
+        begin = [self.first] if self.plan.before_training else []
+        return [*begin, *range((self.first // every + 1) * every, reached + 1, every)]
+
+    def path(self, step: int, number: int) -> Path:
+        return self.folder / f"step-{step:08d}-{number}.png"
+
+    def draw(self, state: TrainState, numbers: Sequence[int]) -> None:
+        """Draw, save and show these prompts with the LoRA of `state`; a failure is a warning."""
+        plan = replace(self.plan, prompts=tuple(self.plan.prompts[number] for number in numbers))
+        interrupted = comfy.model_management.InterruptProcessingException  # an Exception in one ComfyUI
+        bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
+        try:
+            drawn = pictures(plan, self.model, state, self.family, self.trigger)
+            for number, image in zip(numbers, drawn, strict=True):
+                if image is not None:
+                    texts = {**self.metadata, "graft_prompt": self.plan.prompts[number]}
+                    save_png(image, self.path(state.step, number), texts)
+                    preview = ("JPEG", image, PREVIEW_SIDE)
+                    bar.update_absolute(state.step - self.first, self.last - self.first, preview)
+        except interrupted:
+            raise
+        except Exception:
+            log.warning(
+                "Graft: no samples of step %d; the training goes on without them.", state.step, exc_info=True
+            )
+
+
+def pictures(
+    plan: SamplePrompts,
+    model: Any,
+    state: TrainState,
+    family: Family,
+    trigger: str = "",
+    *,
+    strength: float = 1.0,
+) -> Iterator[Image.Image | None]:
+    """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
+    plan = plan.of(family)
+    patched, clip = with_lora(model, plan.clip, state, family, strength)
+    seed = plan.seed + (state.step if plan.walk_seed else 0)
+    for prompt in plan.prompts:
+        text = prompt.replace("[trigger]", literal(trigger))
+        yield _picture(plan, patched, clip, text, seed, family.bucket_step)
+
+
+def _picture(
+    plan: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, step: int
+) -> Image.Image | None:
+    """Draw one prompt, at half the size where the whole does not fit into memory."""
+    for divisor in (1, 2):
+        width, height = (max(step, side // divisor // step * step) for side in (plan.width, plan.height))
+        try:
+            with torch.inference_mode():
+                return _sample(plan, model, clip, prompt, seed, width, height)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        unload()
+        log.warning("Graft: memory does not suffice for the sample %r at %dx%d.", prompt, width, height)
+    return None
+
+
+def _sample(
+    plan: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, width: int, height: int
+) -> Image.Image:
+    def on_step(*_: Any) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    positive, negative = (_conditioning(plan, clip, text) for text in (prompt, plan.negative))
+    reduction = int(plan.vae.spacial_compression_encode())
+    channels = model.get_model_object("latent_format").latent_channels
+    latent = torch.zeros(1, channels, height // reduction, width // reduction)
+    latent = comfy.sample.fix_empty_latent_channels(model, latent)
+    samples = comfy.sample.sample(
+        model,
+        comfy.sample.prepare_noise(latent, seed),
+        plan.steps,
+        plan.cfg,
+        plan.sampler,
+        plan.scheduler,
+        positive,
+        negative,
+        latent,
+        callback=on_step,
+        disable_pbar=True,
+        seed=seed,
+    )
+    pixels = plan.vae.decode(samples)  # in tiles where the whole does not fit
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
+    return Image.fromarray((pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy())
+
+
+def _conditioning(plan: SamplePrompts, clip: Any, text: str) -> Any:
+    encoded = clip.encode_from_tokens_scheduled(clip.tokenize(text))
+    if plan.guidance < 0:
+        return encoded
+    return node_helpers.conditioning_set_values(encoded, {"guidance": plan.guidance})
+
+
+def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:
+    """Write a picture whole or not at all, with `texts` in it: strings as they are, the rest as JSON."""
+    info, file = PngInfo(), io.BytesIO()
+    for name, value in texts.items():
+        info.add_text(name, value if isinstance(value, str) else json.dumps(value))
+    image.save(file, "png", pnginfo=info)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(file.getvalue())

@@ -1,0 +1,141 @@
+"""A running training as ComfyUI sees it: progress on the node, Cancel, and Finish."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+
+from ...loop import STOP, OnStep, Progress
+from ...model import OnProgress
+from ...run.run_log import describe
+from ..versions import running_server
+
+log = logging.getLogger(__name__)
+
+EVENTS_A_SECOND = 4
+"""Most messages about a run, or a node's progress, that the editor gets."""
+
+
+@dataclass
+class LiveRun:
+    """What the editor is told of a run: whose it is and how far it has come. Its log says the rest."""
+
+    run: str
+    """Its folder below output/graft."""
+    node: str | None
+    """The node that trains it; inside subgraphs "12:3"."""
+    workflow: str | None
+    """Id of the workflow that was queued; None when the prompt came without one."""
+    first: int
+    last: int
+    step: int
+    settings: str = ""
+    """Digest of the settings that it was queued with."""
+    running: bool = True
+    finishing: bool = False
+
+
+_runs: dict[str, LiveRun] = {}
+"""Runs of this process by name, the latest last."""
+
+
+def known_runs() -> list[dict[str, Any]]:
+    """Return what the editor is told of each run of this process."""
+    return [asdict(run) for run in list(_runs.values())]
+
+
+def request_finish(run: str) -> bool:
+    """Ask the run in output/graft/<run> to end after its current step; False when none is under way."""
+    live = _runs.get(run)
+    if live is None or not live.running:
+        return False
+    live.finishing = True
+    return True
+
+
+@contextmanager
+def session(
+    run: str,
+    *,
+    first: int,
+    last: int,
+    node_id: str | None = None,
+    workflow: str | None = None,
+    settings: str = "",
+) -> Iterator[OnStep]:
+    """Yield the `on_step` of a run from step `first` to step `last`.
+
+    It moves the node's progress bar, tells the editor how far the run is (another client gets that as the
+    node's text), raises ComfyUI's interrupt on Cancel, and returns STOP after Finish.
+    """
+    bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
+    _runs.pop(run, None)
+    live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first, settings)
+    logged = told = 0.0
+
+    def on_step(progress: Progress) -> str | None:
+        nonlocal logged, told
+        bar.update_absolute(progress.step - first, last - first)
+        live.step = progress.step
+        now = time.monotonic()
+        if now - told > 1 / EVENTS_A_SECOND:
+            told = now
+            _tell(live)
+        if now - logged > 0.5 or progress.step == last:
+            logged = now
+            if workflow is None:  # otherwise the editor shows more than a line
+                _send_text(describe(progress), node_id)
+            log.info("Graft: %s", describe(progress))
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        return STOP if live.finishing else None
+
+    _tell(live)
+    try:
+        yield on_step
+    finally:
+        live.running = live.finishing = False
+        _tell(live)
+
+
+@contextmanager
+def progress_bar() -> Iterator[OnProgress]:
+    """Yield an `on_progress` that moves the node's bar and raises ComfyUI's interrupt on Cancel."""
+    bar, told = comfy.utils.ProgressBar(1), 0.0
+
+    def on_progress(done: int, total: int, message: str) -> None:
+        nonlocal told
+        if done == total or time.monotonic() - told > 1 / EVENTS_A_SECOND:
+            told = time.monotonic()
+            bar.update_absolute(done, max(total, 1))
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    yield on_progress
+
+
+def raise_if_cancelled() -> None:
+    """Raise RuntimeError after Cancel, which ComfyUI then acts upon itself: before the first node, where it
+    asks for fingerprints, its own interrupt would end the queue.
+    """
+    if comfy.model_management.processing_interrupted():
+        raise RuntimeError("Cancel was pressed.")
+
+
+def _send_text(text: str, node_id: str | None) -> None:
+    """Show a line on the node, where a server is running and its version can."""
+    server = running_server()
+    if server is not None and node_id is not None and hasattr(server, "send_progress_text"):
+        server.send_progress_text(text, node_id)
+
+
+def _tell(live: LiveRun) -> None:
+    """Send the event graft.run to every page, where a server is running."""
+    server = running_server()
+    if server is not None:
+        server.send_sync("graft.run", asdict(live))

@@ -1,0 +1,62 @@
+"""Which run a Train Steps shows in the editor: the one that was queued with the settings that stand there."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import nodes
+
+from ...config import ADDED
+from ...run.queued import QUEUED, nodes_of, queued, run_settings
+from ..files import paths
+from .session import known_runs
+
+TRAIN_STEPS = "GraftTrainSteps"
+
+
+def shown_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
+    """Return the run that each Train Steps of a graph shows, by the node's number.
+
+    "same" says whether the run was queued with the node's settings; otherwise it is the latest of that node.
+    Raises ValueError for what is no graph.
+    """
+    found = {}
+    for node, values in nodes_of(graph).items():
+        if values.get("class_type") == TRAIN_STEPS:
+            settings = run_settings(graph, node, added_inputs)
+            same = _known(settings=settings) or _from_folder(values["inputs"].get("name"), settings)
+            if run := same or _known(node=node, workflow=workflow or ""):
+                found[node] = {**run, "same": same is not None}
+    return found
+
+
+def added_inputs(kind: str) -> dict[str, Any]:
+    """Return {input: default} of the inputs that a class of nodes got later (`nodes.widgets.added`)."""
+    schema = getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "SCHEMA", None)  # None for nodes of the old kind
+    inputs = schema.inputs if schema else ()
+    return {entry.id: entry.default for entry in inputs if ADDED in (entry.extra_dict or {})}
+
+
+def _known(**wanted: Any) -> dict[str, Any] | None:
+    """Return the latest run of this server of which these values are told."""
+    runs = reversed(known_runs())
+    return next((run for run in runs if all(run[name] == value for name, value in wanted.items())), None)
+
+
+def _from_folder(name: Any, settings: str) -> dict[str, Any] | None:
+    """Return the latest run of this name in output/graft that was queued with `settings`."""
+    found = []
+    with suppress(OSError, ValueError):  # no usable name
+        pattern = paths.run_folder(str(name), "")
+        for folder in pattern.parent.glob("*"):
+            key = folder.name.removeprefix(pattern.name)
+            if folder.name.startswith(pattern.name) and re.fullmatch("[0-9a-f]{16}", key):
+                last = queued(folder).get(settings)
+                if last is not None:
+                    found.append(((folder / QUEUED).stat().st_mtime, folder, last))
+    if not found:
+        return None
+    _, folder, last = max(found)
+    return {"run": paths.run_name(folder), "last": last, "running": False, "finishing": False}

@@ -1,0 +1,1 @@
+"""Files: checked before they are believed, and written whole or not at all."""

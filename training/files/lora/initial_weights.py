@@ -1,0 +1,215 @@
+"""Start training from a LoRA file: find each of its layers in the model and bring it to the trained size.
+
+The adapters then compute exactly what the file does. A layer that the file calls by several names (separate
+q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and what the file lacks starts fresh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...adapters.build import ADAPTERS, Adapter, build_adapters, initialise, named_parameters
+from ...adapters.dora import DoRA, column_lengths
+from ...adapters.lokr import small_factor
+from ...adapters.lora import thin_down
+from ...adapters.select import select
+from ...config import AdapterConfig
+from ...family import Family
+from ...network.frozen_layer import FrozenLayer, LayerSpec
+from .match import Matched, by_reason, match_lora
+from .names import layer_names
+from .read import LoraFile, LoraLayer
+
+log = logging.getLogger(__name__)
+
+
+def start_from_file(
+    matched: Matched,
+    specs: Mapping[str, LayerSpec],
+    family: Family,
+    config: AdapterConfig,
+    *,
+    seed: int = 0,
+    layers: Mapping[str, FrozenLayer] | None = None,
+) -> dict[str, Tensor]:
+    """Return the weights of step 0: the file's layers, and fresh ones for the rest of what `config` selects.
+
+    Layers of the file outside the selection are trained too; keys without a layer are logged. `layers` holds
+    the base, for methods that start from it. Raises ValueError when the file cannot be brought to `config`,
+    saying what to set.
+    """
+    for reason, keys in by_reason(matched.left_out).items():
+        log.warning(
+            "Graft: %s: %d keys %s in %s and are not trained: %s",
+            matched.file,
+            len(keys),
+            reason,
+            family.name,
+            ", ".join(keys),
+        )
+    if config.init == "pissa":
+        raise ValueError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
+    chosen = {*select(specs, family, config), *matched.layers}
+    adapters = build_adapters({name: spec for name, spec in specs.items() if name in chosen}, config)
+    initialise(adapters, seed, layers)
+    for name, layer in matched.layers.items():
+        with torch.no_grad():
+            fit(adapters[name], layer, f"{matched.file}: {layer.name}", layers[name] if layers else None)
+    return {name: parameter.detach() for name, parameter in named_parameters(adapters).items()}
+
+
+def config_from_file(
+    matched: Matched, specs: Mapping[str, LayerSpec], config: AdapterConfig
+) -> AdapterConfig:
+    """Return `config` with algorithm, rank, alpha and LoKr's factors as in the file.
+
+    What most layers have is the setting, and patterns name the layers that differ.
+    """
+    layers = matched.layers
+    algorithms = {path: layer.algorithm for path, layer in layers.items()}
+    ranks = {path: layer.rank or config.rank for path, layer in layers.items()}
+    alphas = {path: float(layer.tensors.get("alpha", ranks[path])) for path, layer in layers.items()}
+    algorithm, rank, alpha = (_most(values) for values in (algorithms, ranks, alphas))
+    found = dataclasses.replace(
+        config,
+        algorithm=algorithm,
+        rank=rank,
+        alpha=alpha,
+        rslora=False,
+        init="default",
+        tucker=any("mid" in layer.weights or "t1" in layer.weights for layer in layers.values()),
+        algorithms=tuple((path, value) for path, value in algorithms.items() if value != algorithm),
+        ranks=tuple((path, value) for path, value in ranks.items() if value != rank),
+        alphas=tuple((path, value) for path, value in alphas.items() if value != alpha),
+    )
+    return _with_factors(found, {path: (specs[path], layer) for path, layer in layers.items()})
+
+
+def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family) -> Matched:
+    """Find the file's layers in the model, parts of fused layers put together.
+
+    What is not trained is left out: methods that Graft does not train, and differences that are no product.
+    Raises ValueError when nothing is left, or parts of one layer cannot be put together.
+    """
+    names = layer_names({path: spec.shape for path, spec in specs.items()})
+    matched = match_lora(file, names, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
+    layers = {path: layer for path, layer in matched.layers.items() if layer.is_trainable}
+    left_out = dict(matched.left_out)
+    for path in matched.layers.keys() - layers.keys():
+        layer = matched.layers[path]
+        reason = f"are {layer.title}, which Graft does not train"
+        left_out |= {f"{layer.name}.{suffix}": reason for suffix in layer.tensors}
+    for part in matched.whole:
+        left_out |= {f"{part.name}.{suffix}": "are whole differences, no factors," for suffix in part.tensors}
+    for name in matched.others:
+        other = file.others[name]
+        left_out |= dict.fromkeys(other.tensors, f"are {other.method}, which Graft does not train")
+    if not layers:
+        methods = ", ".join(sorted(set(file.methods.values())))
+        raise ValueError(
+            f"{file.name}: nothing in it can be trained: it holds {methods}. Choose a file of "
+            f"{', '.join(ADAPTERS)}."
+        )
+    return Matched(matched.file, layers, left_out=left_out)
+
+
+def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
+    """Give a fresh adapter the difference that `layer` describes; ranks beyond it start by adding nothing.
+
+    Raises ValueError, beginning with `where`, if the adapter is of another method or factors, or smaller.
+    """
+    wanted = adapter.config.algorithm
+    if layer.algorithm != wanted and (layer.algorithm, wanted) != ("lora", "dora"):
+        raise ValueError(
+            f"{where}: the file holds {layer.algorithm} weights; set the algorithm to it, not {wanted}."
+        )
+    given, parameters = layer.weights, dict(adapter.named_parameters())
+    if "mid" in given and "mid" not in parameters:
+        given = {"up": given["up"], "down": thin_down(given)}
+    for name, tensor in given.items():
+        given[name] = _reshaped(tensor, name, parameters, f"{where}.{name}", adapter, layer)
+    ratio = layer.scale / adapter.scale
+    scaled = next((name for name in adapter.padded_with_zeros if name in given), None)
+    for name, tensor in given.items():
+        target = parameters[name]
+        if target.shape != tensor.shape and name in adapter.padded_with_zeros:
+            target.zero_()
+        corner = target[tuple(slice(0, side) for side in tensor.shape)]
+        corner.copy_(tensor.float() * ratio if name == scaled and ratio != 1 else tensor)
+    if isinstance(adapter, DoRA) and "magnitude" not in given:
+        if base is None:
+            raise ValueError(
+                f"{where}: a plain LoRA becomes DoRA only beside its base; set the algorithm to lora."
+            )
+        weight = base.weight(torch.float32, adapter.magnitude.device)
+        adapter.magnitude.copy_(column_lengths(weight + adapter.product()))
+
+
+def _reshaped(
+    tensor: Tensor,
+    name: str,
+    parameters: Mapping[str, Tensor],
+    where: str,
+    adapter: Adapter,
+    layer: LoraLayer,
+) -> Tensor:
+    """Return a file's factor in the axes of the parameter, equal to it but for the rank."""
+    if name not in parameters:
+        raise ValueError(f"{where}: the settings have no such factor; {_as_in_the_file(layer)}.")
+    target = parameters[name]
+    old, new = layer.rank or 0, adapter.config.rank
+    if name == "down" and tensor.ndim != target.ndim:
+        shape = (tensor.shape[0], *target.shape[1:])
+        if tensor.numel() == torch.Size(shape).numel():
+            tensor = tensor.reshape(shape)
+    elif tensor.ndim != target.ndim and tensor.numel() == target.numel():
+        tensor = tensor.reshape(target.shape)
+    sides = list(zip(tensor.shape, target.shape))
+    if tensor.ndim != target.ndim or any(a != b and (a, b) != (old, new) for a, b in sides):
+        raise ValueError(
+            f"{where}: shape {tuple(tensor.shape)} does not fit {tuple(target.shape)} of the layer "
+            f"{adapter.spec.shape}; {_as_in_the_file(layer)}, or choose the base that the file was trained "
+            "on."
+        )
+    if any(a > b for a, b in sides):
+        raise ValueError(
+            f"{where}: the file has rank {old} here and the settings have {new}; {_as_in_the_file(layer)}."
+        )
+    if tensor.shape != target.shape and any(core in layer.weights for core in ("mid", "t1")):
+        raise ValueError(f"{where}: a Tucker core keeps its rank; {_as_in_the_file(layer)}.")
+    return tensor
+
+
+def _as_in_the_file(layer: LoraLayer) -> str:
+    return f"take rank and factors from the file (rank {layer.rank}, {layer.algorithm})"
+
+
+def _with_factors(config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, LoraLayer]]) -> AdapterConfig:
+    """Return `config` with the LoKr settings that give every layer the file's factors, if there are any."""
+    lokr = {path: (spec, layer) for path, (spec, layer) in layers.items() if layer.algorithm == "lokr"}
+    if not lokr:
+        return config
+    sides = Counter(side for _, layer in lokr.values() for side in small_factor(layer.weights))
+    for factor in (-1, *(side for side, _ in sides.most_common() if side >= 2)):
+        for both, full in ((False, False), (True, False), (False, True)):
+            tried = dataclasses.replace(config, factor=factor, decompose_both=both, full_matrix=full)
+            adapters = build_adapters({path: spec for path, (spec, _) in lokr.items()}, tried)
+            if all(_same_factors(adapters[path], layer) for path, (_, layer) in lokr.items()):
+                return tried
+    return config
+
+
+def _same_factors(adapter: Adapter, layer: LoraLayer) -> bool:
+    ours = {name: parameter.numel() for name, parameter in adapter.named_parameters()}
+    return ours == {name: tensor.numel() for name, tensor in layer.weights.items()}
+
+
+def _most(values: Mapping[str, Any]) -> Any:
+    return Counter(values.values()).most_common(1)[0][0]

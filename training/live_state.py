@@ -1,0 +1,120 @@
+"""What a run changes as it goes: the adapters, and everything that remembers. A TrainState in the making.
+
+`snapshot` copies it into a state, and refuses in the middle of an optimizer step, when some weights have
+moved and others have not: whatever interrupts a run, no state is ever half a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .adapters.build import limit_norms, lr_scales, named_parameters, restore_adapters
+from .config import TrainConfig
+from .memory.precision import DTYPES, compute_dtype, stepping_in_float32
+from .model import Denoiser
+from .optimizer.build import (
+    OPTIMIZERS,
+    build_optimizer,
+    final_weights,
+    load_optimizer,
+    room_for_memory,
+    save_optimizer,
+    set_lr,
+)
+from .optimizer.ema import start_ema, update_ema
+from .state import LossScale, TrainState
+
+
+class MidStep(RuntimeError):
+    """A state was asked for in the middle of an optimizer step."""
+
+
+class Work:
+    """A state taken apart into the objects that training works with."""
+
+    def __init__(
+        self, denoiser: Denoiser, config: TrainConfig, start: TrainState, notes: Mapping[str, str]
+    ) -> None:
+        self.config = config
+        self.start = replace(start, notes={**start.notes, **notes})
+        self.adapters = restore_adapters(denoiser.specs, start.adapter, start.weights, denoiser.device)
+        self.weights = named_parameters(self.adapters)
+        self.parameters = {name: p for name, p in self.weights.items() if p.requires_grad}
+        """The trained ones of `weights`."""
+        for adapter in self.adapters.values():
+            for name, parameter in adapter.named_parameters():
+                if name not in adapter.exact:
+                    parameter.data = parameter.data.to(DTYPES[config.optimizer.weights])
+        scales = lr_scales(self.adapters, config.adapter)
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
+        load_optimizer(self.optimizer, config.optimizer, start.optimizer)
+        self._room = room_for_memory(self.optimizer, config.optimizer)
+        name = config.optimizer.name
+        for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
+            if value and OPTIMIZERS[name].averages:
+                raise ValueError(f"{name} averages the weights itself; set the {setting} to 0.")
+        self.ema = start_ema(config.ema, self.parameters, start.ema)
+        self.losses = list(start.losses)
+        self.validations = list(start.validations)
+        self.loss_scale: LossScale | None = None
+        if compute_dtype(config.memory, denoiser) == torch.float16:
+            self.loss_scale = start.loss_scale or LossScale()
+        self.whole = True
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    def optimize(self, lr: float, loss: float) -> None:
+        """Move the weights by the gradients, which are finite and clipped, and count the step."""
+        self.whole = False
+        set_lr(self.optimizer, lr)
+        self._room.clear()
+        with stepping_in_float32(self.parameters, self.config.seed, self.step):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        limit_norms(self.adapters, self.config.adapter)
+        update_ema(self.config.ema, self.ema, self.parameters, self.step)
+        if self.loss_scale:
+            self.loss_scale = self.loss_scale.after_step()
+        self.losses.append(loss)
+        self.whole = True
+
+    def snapshot(self) -> TrainState:
+        """Return a copy of the work as a state. Raises MidStep inside `optimize`."""
+        if not self.whole:
+            raise MidStep(f"step {self.step + 1} is half done; the last whole state is the saved one.")
+        weights = _copy({**self.weights, **final_weights(self.optimizer, self.config.optimizer)})
+        return replace(
+            self.start,
+            step=self.step,
+            weights=weights,
+            optimizer=save_optimizer(self.optimizer, self.config.optimizer),
+            losses=tuple(self.losses),
+            ema=_copy(self.ema),
+            validations=tuple(self.validations),
+            loss_scale=self.loss_scale,
+        )
+
+    @contextmanager
+    def result_in_place(self) -> Iterator[None]:
+        """Let the adapters compute with the weights to save: the moving average, or schedule-free's."""
+        trained = {name: parameter.data for name, parameter in self.parameters.items()}
+        result = {**final_weights(self.optimizer, self.config.optimizer), **self.ema}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = result[name]
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = trained[name]
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}

@@ -1,0 +1,109 @@
+"""Gradient checkpointing: recompute a block's activations in the backward pass instead of keeping them.
+
+Chen et al. 2016, arXiv:1604.06174. The gradients are the same to the bit in every mode; what differs is how
+much is kept and how much is computed twice:
+
+- "none" keeps everything,
+- "selective" keeps a block's input, its attention and what its layers make, and recomputes the rest (norms,
+  modulation, activations, the wide half of an MLP), which is cheap to compute and expensive to keep,
+- "block" keeps a block's input and recomputes all of it,
+- "block-offload" does the same and keeps the input in host memory.
+
+No state of random number generators is kept: networks draw nothing in training, and adapters draw by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..family import block_of
+from ..network.replace_forward import set_forward
+from ..network.replay import Kept, attention_once
+from .in_place import autograd_keeping, with_own_inputs
+from .offload import inputs_on_host
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@contextmanager
+def checkpointed(
+    network: nn.Module, blocks: tuple[str, ...], mode: str, *, copies: bool = False
+) -> Iterator[None]:
+    """Checkpoint every block of `network` whose path matches a glob in `blocks`, in one of `MODES`.
+
+    With `copies`, the network may change in place what autograd keeps; else that is an error in every mode.
+    "auto" keeps everything: whoever knows how much memory there is chooses (`memory.plan`). The blocks'
+    forwards are as before on every exit. Raises ValueError for an unknown mode.
+    """
+    if mode not in ("auto", *MODES):
+        raise ValueError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
+    recompute = MODES.get(mode)
+    with ExitStack() as undo:
+        undo.enter_context(autograd_keeping(copies=copies))
+        for block in repeated_blocks(network, blocks).values():
+            if copies:
+                undo.callback(set_forward(block, with_own_inputs(block.forward)))
+            if recompute is not None:
+                undo.callback(set_forward(block, partial(recompute, block.forward)))
+        if recompute is _selective:
+            undo.enter_context(attention_once())
+        yield
+
+
+def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Return the blocks by path, in the order they were built in: "joint_blocks.*" matches by segments."""
+    return {path: module for path, module in network.named_modules() if is_block(path, blocks)}
+
+
+def is_block(path: str, blocks: tuple[str, ...]) -> bool:
+    """Say whether a module path is a block's own."""
+    return block_of(path, blocks) == path
+
+
+def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _computed_again(forward, args, kwargs)
+
+
+def _block_offload(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with inputs_on_host((*args, *kwargs.values())):
+        return _computed_again(forward, args, kwargs)
+
+
+def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _computed_again(forward, args, kwargs, context_fn=_selective_contexts)
+
+
+def _computed_again(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    inputs = (*args, *kwargs.values())  # in a closure they would not be released
+    call = partial(_call, forward, tuple(kwargs))
+    return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
+    first = len(inputs) - len(names)
+    return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
+
+
+def _selective_contexts() -> Contexts:
+    kept = Kept()
+    return kept.noting(), kept.taking()
+
+
+MODES: Mapping[str, Callable[..., Any] | None] = {
+    "none": None,
+    "selective": _selective,
+    "block": _block,
+    "block-offload": _block_offload,
+}
+"""How a block computes in each mode, given its own forward; from most kept to least."""

@@ -1,0 +1,158 @@
+"""Where a frozen layer's weight is kept, and how it comes to the device: one function a layer.
+
+Weights of the repeated blocks are what there is to save on: only they are quantised or kept in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..family import block_of
+from ..model import NO_ROOM, Room
+from ..network.frozen_layer import Fetch, LayerSpec
+from .offload import PinnedMemory, Ring, StreamCopier, has_streams
+from .quantize import FORMATS, SMALLEST, Packed, Parts, pack, plain
+
+STORES = ("resident", "fp8", "int8", "nf4", "offload")
+"""On the device in the compute dtype; there in fewer bits; in host memory."""
+
+UNPLACED = "unplaced"
+"""Left where the file's loader put them and placed at each use: for a forecast, which computes nothing, and
+where every weight is read once."""
+
+
+@dataclass
+class Store:
+    """The weights of one network, for the time that they are held."""
+
+    name: str
+    """One of STORES."""
+    blocks: tuple[str, ...]
+    """Globs of the repeated blocks' paths."""
+    dtype: torch.dtype
+    device: torch.device
+    ring: Ring | None = None
+    room: Room = NO_ROOM
+    pinned: PinnedMemory = field(init=False)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Block -> bytes of its weights in host memory."""
+    in_use: tuple[str, Parts] = "", ()
+    """The layer whose weight was copied last, and the copies: DoRA asks for each weight twice."""
+
+    def __post_init__(self) -> None:
+        if self.name not in (*STORES, UNPLACED):
+            raise ValueError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
+        self.pinned = self.room.pinned or PinnedMemory(self.room.host)
+        if self.name == "offload" and has_streams(self.device):
+            self.ring = Ring(StreamCopier(self.device), 0)
+
+    def release(self) -> None:
+        """Let go of what is kept in host memory and ends with this hold; no layer may be used any more."""
+        self.in_use = "", ()
+        if self.ring is not None:
+            self.ring.clear()
+        if self.room.pinned is None:
+            self.pinned.release()
+
+    def fetch_of(self, path: str, spec: LayerSpec, weight: Packed) -> Fetch:
+        """Take a layer's host weight and return the function that brings it in."""
+        if self.name == UNPLACED:
+            return lambda dtype, device: self._placed(weight).weight(dtype).to(device)
+        block = block_of(path, self.blocks)
+        if block is not None and is_rounded(spec, self.name):
+            whole = moved(weight, self.device).weight(torch.float32)
+            return _fetch(pack(whole, self.name, self.dtype))
+        if self.name == "offload" and block is not None and block not in self.room.on_device:
+            return self._offloaded(path, block, weight)
+        return _fetch(self._placed(weight))
+
+    def _placed(self, weight: Packed) -> Packed:
+        placed = moved(weight, self.device)
+        return plain(placed.weight(self.dtype)) if _is_plain(placed) else placed
+
+    def _offloaded(self, path: str, block: str, weight: Packed) -> Fetch:
+        ring = self.ring
+        if ring is None:
+            host = self._in_dtype(weight)
+            return lambda dtype, device: moved(host, device).weight(dtype)
+        kept = self.pinned.weights.get(path) or self._pin(path, self._in_dtype(weight))
+        keys, unpack = [(path, index) for index in range(len(kept.parts))], kept.unpack
+        for key, part in zip(keys, kept.parts, strict=True):
+            ring.add(key, part)
+        self.sizes[block] = self.sizes.get(block, 0) + kept.nbytes
+        ring.ahead = max(self.sizes.values())
+        return lambda dtype, device: unpack(self._copy(ring, path, keys), dtype).to(device)
+
+    def _in_dtype(self, weight: Packed) -> Packed:
+        return plain(weight.weight(self.dtype)) if _is_plain(weight) else weight
+
+    def _pin(self, path: str, weight: Packed) -> Packed:
+        """Pin a layer's host weight, and record it if there was memory for all of it."""
+        host = [part.cpu() for part in weight.parts]
+        pinned = Packed(tuple(map(self.pinned.take, host)), weight.unpack)
+        if all(there is not here for there, here in zip(pinned.parts, host, strict=True)):
+            self.pinned.weights[path] = pinned
+        return pinned
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _copy(self, ring: Ring, path: str, keys: Sequence[Hashable]) -> Parts:
+        """Return a layer's weight on the device, copied now or for the previous fetch."""
+        if self.in_use[0] != path:
+            self.in_use = "", ()
+            self.in_use = path, tuple(ring.fetch(key) for key in keys)
+        return self.in_use[1]
+
+
+def moved(weight: Packed, device: torch.device) -> Packed:
+    """Return a packed weight on `device`."""
+    return Packed(tuple(part.to(device) for part in weight.parts), weight.unpack)
+
+
+def _fetch(weight: Packed) -> Fetch:
+    return lambda dtype, device: weight.weight(dtype).to(device)
+
+
+def _is_plain(weight: Packed) -> bool:
+    return len(weight.parts) == 1 and weight.parts[0].dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_rounded(spec: LayerSpec, store: str) -> bool:
+    """Say whether `store` rounds a block's layer; its file may have done so already."""
+    is_large = spec.kind == "linear" and spec.numel >= SMALLEST
+    return store in FORMATS and is_large and (spec.packed is None or store == "nf4")
+
+
+def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str, dtype: torch.dtype) -> int:
+    """Return how many bytes of the device the weights of these layers take, in one of STORES.
+
+    What a file has rounded stays as it is there, but for "nf4", which rounds it further.
+    """
+    bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13}
+    total = 0.0
+    for path, spec in specs.items():
+        is_rounded_here = is_rounded(spec, store) and block_of(path, blocks) is not None
+        total += spec.numel * bits[store] / 8 if is_rounded_here else own_bytes(spec, dtype)
+    if store == "offload":
+        sizes = block_bytes(specs, blocks, dtype).values()
+        total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the one on its way
+    return int(total)
+
+
+def block_bytes(
+    specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], dtype: torch.dtype
+) -> dict[str, int]:
+    """Return repeated block -> bytes of its layers' weights, in the network's order."""
+    sizes: dict[str, int] = {}
+    for path, spec in specs.items():
+        block = block_of(path, blocks)
+        if block is not None:
+            sizes[block] = sizes.get(block, 0) + own_bytes(spec, dtype)
+    return sizes
+
+
+def own_bytes(spec: LayerSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of a layer's weight: as the file packed it, else in the compute dtype."""
+    return spec.numel * dtype.itemsize if spec.packed is None else spec.packed

@@ -1,0 +1,147 @@
+"""What is learnt: the error of the network's output at a random noise level.
+
+Sigma is the only noise coordinate and the target comes from the model's own `model_sampling`:
+`calculate_denoised` is affine in the network's output, denoised = D0 + slope * output, so
+    output(denoised) = (denoised - D0) / slope        target = output(x0)
+which is noise for eps models, velocity for flow and v models, and right for every type ComfyUI adds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import rng
+from ..config import ObjectiveConfig
+from ..family import Family
+from ..model import Batch, Denoiser, Sampling
+from .noise import Draw, draw_noise
+from .sigmas import draw_sigmas
+from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
+
+
+def loss(
+    denoiser: Denoiser, batch: Batch, config: ObjectiveConfig, *, seed: int, index: int
+) -> tuple[Tensor, Tensor]:
+    """Return the mean loss of micro-batch `index` (differentiable scalar) and its noise levels (B,)."""
+    device, family = denoiser.device, denoiser.family
+    draw: Draw = partial(rng.generator, seed, index)
+    x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
+    sigma = draw_sigmas(
+        len(x0), config, family, denoiser.sampling, generator=draw("sigma"), tokens=family.tokens(x0.shape)
+    ).to(device)
+    noise = draw_noise(x0.shape, config, draw).to(device)
+    extra = torch.randn(x0.shape, generator=draw("perturbation")) if config.input_perturbation else None
+    batch = with_guidance(batch, config, family)
+    return loss_at(denoiser, batch, x0, sigma, noise, config, perturbation=extra), sigma
+
+
+def loss_at(
+    denoiser: Denoiser,
+    batch: Batch,
+    x0: Tensor,
+    sigma: Tensor,
+    noise: Tensor,
+    config: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 - frozen
+    *,
+    perturbation: Tensor | None = None,
+) -> Tensor:
+    """Return the mean loss at noise levels `sigma` (B,), a scalar.
+
+    x0 and noise are (B, C, H, W) float32, x0 scaled for the model. `perturbation` is noise entering x_t at
+    `config.input_perturbation` times its size, not the target (Ning et al. 2023, arXiv:2301.11706, alg. 1).
+    """
+    sampling = denoiser.sampling
+    x_t, target = noised(sampling, sigma, noise, x0)
+    if perturbation is not None:
+        x_t, _ = noised(sampling, sigma, noise + config.input_perturbation * perturbation.to(noise), x0)
+    output = network_output(sampling, sigma, x_t, denoiser.denoise(x_t, sigma, batch))
+    if config.differential_guidance != 1.0:
+        target = differential_target(output.detach(), target, config.differential_guidance)
+    level = Level.of(sampling, sigma, x0.ndim)
+    gain = _choice(SPACES, _auto(config.space, denoiser.family.space), "space")(level)
+    error = _choice(LOSSES, config.loss, "loss")(gain * (output - target), config.huber_delta)
+    error = error * _choice(WEIGHTINGS, config.weighting, "weighting")(level, gain, config)
+    return _mean(error, batch)
+
+
+def noised(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x_t at noise level `sigma` and the network output that would denoise it to x0 exactly."""
+    x_t = sampling.noise_scaling(column(sigma, x0.ndim), noise.clone(), x0)
+    return x_t, network_output(sampling, sigma, x_t, x0)
+
+
+def network_output(sampling: Sampling, sigma: Tensor, x_t: Tensor, denoised: Tensor) -> Tensor:
+    """Return the network output for which `calculate_denoised` gives `denoised`; differentiable in it."""
+    d0 = sampling.calculate_denoised(sigma, torch.zeros_like(x_t), x_t)
+    return (denoised - d0) / output_slope(sampling, sigma, x_t.ndim)
+
+
+def check_sampling(sampling: Sampling, name: str) -> None:
+    """Raise ValueError when the model cannot be trained through its `model_sampling`.
+
+    That is when noise does not enter x_t, or the output does not enter the denoised image.
+    """
+    sigma = torch.as_tensor(sampling.percent_to_sigma(0.5), dtype=torch.float32).reshape(1)
+    level = Level.of(sampling, sigma, 4)
+    if not bool((level.noise != 0).all()):
+        raise ValueError(
+            f"{name} cannot be trained: its {type(sampling).__name__} ignores the noise, so there is "
+            "nothing to denoise."
+        )
+    if not bool((level.slope != 0).all()) or not bool(torch.isfinite(level.slope).all()):
+        raise ValueError(
+            f"{name} cannot be trained: in its {type(sampling).__name__} the network's output does not "
+            "decide the image."
+        )
+
+
+def differential_target(output: Tensor, target: Tensor, scale: float) -> Tensor:
+    """Move the target `scale` times as far from the prediction: output + scale * (target - output).
+
+    ostris/ai-toolkit, "differential guidance". With a squared error this multiplies the gradient by `scale`.
+    """
+    return output + scale * (target - output)
+
+
+def with_guidance(batch: Batch, config: ObjectiveConfig, family: Family) -> Batch:
+    """Return the batch with the guidance input that the family's network takes.
+
+    Raises ValueError when a guidance is set for a network that takes none.
+    """
+    if family.guidance is None:
+        if config.guidance >= 0:
+            raise ValueError(f"guidance: {family.name} has no such input that Graft knows; leave it at -1.")
+        return batch
+    value = config.guidance if config.guidance >= 0 else family.guidance
+    extras = batch.extras or ({},) * len(batch.latents)
+    return dataclasses.replace(batch, extras=[{"guidance": value, **extra} for extra in extras])
+
+
+def _mean(error: Tensor, batch: Batch) -> Tensor:
+    if batch.masks is not None:
+        masks = batch.masks.to(error)
+        masks = masks.reshape(*masks.shape[:2], *(1,) * (error.ndim - 4), *masks.shape[2:])
+        means = masks.flatten(1).mean(1).clamp_min(1e-6)  # of each image, so that all count the same
+        error = error * (masks / means.reshape(-1, *(1,) * (masks.ndim - 1)))
+    per_sample = error.flatten(1).mean(1)
+    if batch.weights is not None:
+        per_sample = per_sample * batch.weights.to(per_sample)
+    return per_sample.mean()
+
+
+def _auto(value: str, default: str) -> str:
+    return default if value == "auto" else value
+
+
+def _choice(table: Mapping[str, Callable[..., Tensor]], name: str, setting: str) -> Callable[..., Tensor]:
+    if name not in table:
+        raise ValueError(f"{setting}: {name!r} is unknown; choose one of {', '.join(table)}.")
+    return table[name]
+
+
+__all__ = ["check_sampling", "draw_sigmas", "loss", "loss_at", "network_output", "noised"]

@@ -1,0 +1,76 @@
+"""What a run that begins anew has in common with the last one of its name, and what not.
+
+A setting that decides the result makes another run, in a folder of its own, from step 0. Whoever only wanted
+to go on should be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import TrainConfig, from_dict
+from .execute import Run, is_end, saved_steps
+from .saved_state import StateHandle, read_object
+
+SHOWN = 4
+"""Differences that are listed."""
+
+
+def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
+    """Return a sentence when `run`, asked for step `last`, was ended before that by Finish, or has no
+    checkpoint to go on from, and the last run of its name has; none where the state `start` comes from it.
+    """
+    saved = saved_steps(run)
+    step = max((step for step in saved if step <= last), default=last)
+    if step < last and is_end(run, step, last):
+        return [f"ended by Finish at step {step} of {last}; any other number of steps above {step} goes on."]
+    if saved:
+        return []
+    others = [Run(path.parent) for path in run.folder.parent.glob(f"{run.name}-*/config.json")]
+    for other in sorted(others, key=_changed_at, reverse=True):
+        reached = saved_steps(other) if other.name == run.name else []
+        if not reached:
+            continue
+        if start is not None and other.folder in start.path.parents:
+            return []
+        return [
+            f"this is a new run, not more steps of {other.folder.name} (step {reached[-1]}): "
+            f"{differences(_read(other), _flat(config))}. To go on from there, load that name with Load "
+            "Training State and connect it to start."
+        ]
+    return []
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say which settings are not as they were, or that it must be something else."""
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    found = [f"{name} is {now[name]!r}, was {before[name]!r}" for name in changed[:SHOWN]]
+    if len(changed) > SHOWN:
+        found.append(f"{len(changed) - SHOWN} more settings differ")
+    return "; ".join(found) or "the pictures, their captions, the base model or the start are others"
+
+
+def _read(run: Run) -> dict[str, Any]:
+    """Return the settings of a run; none where an older Graft wrote them otherwise."""
+    with suppress(OSError, ValueError):
+        return _flat(from_dict(TrainConfig, read_object(run.folder / "config.json")))
+    return {}
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    """Return {"optimizer.lr": ...}: what decides the result."""
+    nested = asdict(replace(config, memory=config.memory.deciding()))
+    return {
+        f"{part}.{name}" if isinstance(values, dict) else part: value
+        for part, values in nested.items()
+        for name, value in (values.items() if isinstance(values, dict) else [(part, values)])
+    }
+
+
+def _changed_at(run: Run) -> float:
+    path: Path = run.folder / "config.json"
+    return path.stat().st_mtime if path.exists() else 0.0
