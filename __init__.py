@@ -14,14 +14,12 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     from .nodes import ALL_NODES
     from .starter.in_comfyui import register
     from .training.comfy.run.routes import add_routes
-    from .training.files.text import make_log_readable
     from .training.signals import save_at_exit
 
     class Graft(ComfyExtension):
         async def get_node_list(self):  # type: ignore[no-untyped-def]
             return ALL_NODES
 
-    make_log_readable()
     register()
     add_routes()
     save_at_exit()

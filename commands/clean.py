@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from ..training.data.store import KINDS, Store
+from ..training.user_error import UserError
 from .headless.terminal import say
 
 
@@ -17,15 +18,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, and print what was removed and what is left. Raises ValueError where no cache is."""
+    """Remove, and print what was removed and what is left. Raises UserError where no cache is."""
     if not args.unused_days >= 0 or math.isinf(args.unused_days):
-        raise ValueError(
+        raise UserError(
             f"unused-days: {args.unused_days} is no number of days; 30 is usual, 0 removes everything."
         )
     if not args.cache.is_dir():
-        raise ValueError(f"{args.cache}: there is no such folder; give output/graft/cache of a ComfyUI.")
+        raise UserError(f"{args.cache}: there is no such folder; give output/graft/cache of a ComfyUI.")
     if not any((args.cache / kind).is_dir() for kind in KINDS):
-        raise ValueError(
+        raise UserError(
             f"{args.cache}: holds nothing that Graft encoded ({', '.join(KINDS)}); give output/graft/cache "
             "of a ComfyUI."
         )

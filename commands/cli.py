@@ -1,8 +1,8 @@
 """The `graft` command: one row a subcommand, each in a module that is imported only when it is called.
 
-A command's module has `arguments(parser)` and `run(args)`. A ValueError or OSError is the user's to
-solve: it is shown as one line, without a traceback, and the exit code is 2. A result, `args.output`, goes
-into a folder that exists.
+A command's module has `arguments(parser)` and `run(args)`. A UserError is shown as one line, and so is the
+system's error about a file; the exit code is 2. Any other error is a bug and keeps its traceback. A result,
+`args.output`, goes into a folder that exists.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+
+from ..training.user_error import UserError
 
 COMMANDS = {
     "demo": ("commands.demo", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
@@ -61,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _require_folder(getattr(args, "output", None))
         return args.run(args) or 0
-    except (ValueError, OSError) as error:
-        print(f"graft {argv[0]}: {_said(error)}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(f"graft {argv[0]}: {_message(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -80,10 +82,10 @@ def version() -> str:
 
 def _require_folder(output: Path | None) -> None:
     if output is not None and not output.parent.exists():
-        raise ValueError(f"{output}: the folder {output.parent} does not exist; make it, or choose another.")
+        raise UserError(f"{output}: the folder {output.parent} does not exist; make it, or choose another.")
 
 
-def _said(error: ValueError | OSError) -> str:
+def _message(error: Exception) -> str:
     """Return an error's message; where it is the system's own, the file and what to do."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)

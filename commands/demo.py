@@ -23,6 +23,7 @@ from ..training.data.caption import finish
 from ..training.run.drawing import Column, loss_plot, sample_grid
 from ..training.run.execute import Run, latest
 from ..training.run.run_log import clock
+from ..training.user_error import UserError
 from . import demo_prompts as prompts
 from .headless.server import (
     GRAFT,
@@ -85,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo and return the exit code.
 
-    Raises ValueError for options, images and models that cannot be used, and OSError if ComfyUI cannot run.
+    Raises UserError for options, images and models that cannot be used, and OSError if ComfyUI cannot run.
     """
     plan = make_plan(args)
     out: Path = args.out.resolve()
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             with server(comfyui, base, options=options, cpu=args.cpu or None) as comfy:
                 report = make_report(comfy, plan, output, out, began)
         except (PromptError, ComfyUIError) as error:
-            raise ValueError(f"{error}\nComfyUI's own words are in {out / 'comfyui.log'}.") from error
+            raise UserError(f"{error}\nComfyUI's own words are in {out / 'comfyui.log'}.") from error
         finally:
             if (base / "comfyui.log").exists():
                 shutil.copyfile(base / "comfyui.log", out / "comfyui.log")
@@ -146,9 +147,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """Turn the options into prompts; inputs that cannot work are refused here, before ComfyUI starts."""
     for path in (args.checkpoint, args.vae, *args.text_encoder):
         if path is not None and not path.is_file():
-            raise ValueError(f"{path}: there is no such file.")
+            raise UserError(f"{path}: there is no such file.")
     if len(args.text_encoder) > 3:
-        raise ValueError(f"--text-encoder: {len(args.text_encoder)} files; models take at most three.")
+        raise UserError(f"--text-encoder: {len(args.text_encoder)} files; models take at most three.")
     dataset = (args.dataset or SHIPPED / "dataset").resolve()
     captions = read_captions(dataset, args.trigger or "")
     texts = tuple(args.prompt or (captions[:MOST_TEXTS] if args.dataset or args.checkpoint else TEXTS))
@@ -209,7 +210,7 @@ def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[s
 
 
 def read_captions(folder: Path, trigger: str) -> list[str]:
-    """Return a dataset folder's captions as the model gets them; raises ValueError as Load Dataset does."""
+    """Return a dataset folder's captions as the model gets them; raises UserError as Load Dataset does."""
     config = DatasetConfig(caption=CaptionConfig(trigger=trigger))
     return [finish(sample.captions[0], config) for sample in scan(folder, config).samples]
 
@@ -310,7 +311,7 @@ def losses_of(folder: Path, steps: int) -> tuple[float, ...]:
     """Return the loss of every step of a finished run, read from its last checkpoint."""
     handle = latest(Run(folder), 0, steps)
     if handle is None:
-        raise ValueError(f"{folder.name}: the run left no readable checkpoint.")
+        raise UserError(f"{folder.name}: the run left no readable checkpoint.")
     return handle.load().losses
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..training.job.graph import Prompt, of_kind
+from ..training.user_error import UserError
 
 Link = list[Any]
 
@@ -88,7 +89,7 @@ def grid(trained: Prompt, lora: str, texts: Sequence[str]) -> tuple[Prompt, list
 def _first(prompt: Prompt, kind: str) -> str:
     found = of_kind(prompt, kind)
     if not found:
-        raise ValueError(f"the example workflow has no {kind} node.")
+        raise UserError(f"the example workflow has no {kind} node.")
     return found[0]
 
 

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from ..training.user_error import UserError
 from .headless.comfyui import start_comfyui
 from .headless.terminal import say
 
@@ -28,12 +29,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Raises ValueError for sizes that are none, and for a file that is no model."""
+    """Print the table. Raises UserError for sizes that are none, and for a file that is no model."""
     card = memory(args.card) if args.card else None
     size = pixels(args.resolution)
     for name, value in (("batch", args.batch), ("rank", args.rank)):
         if not 1 <= value <= LARGEST[name]:
-            raise ValueError(f"{name}: {value} is outside 1 to {LARGEST[name]}.")
+            raise UserError(f"{name}: {value} is outside 1 to {LARGEST[name]}.")
     start_comfyui()
     from ..training.adapters.select import select
     from ..training.comfy.model.outline import outline, outlined_batch
@@ -62,19 +63,19 @@ def run(args: argparse.Namespace) -> int:
 def memory(text: str) -> int:
     """Read a size such as "24GB", "8 GiB" or "24": graphics cards are sold in GiB, whatever they say.
 
-    Raises ValueError for anything else.
+    Raises UserError for anything else.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gi?b?)?\s*", text, re.IGNORECASE)
     if not found or float(found[1]) <= 0:
-        raise ValueError(f"card: {text!r} is no size of memory; write for example 24GB.")
+        raise UserError(f"card: {text!r} is no size of memory; write for example 24GB.")
     return int(float(found[1]) * GIB)
 
 
 def pixels(text: str) -> tuple[int, int]:
-    """Read "1024" or "832x1216" as (width, height). Raises ValueError for anything else."""
+    """Read "1024" or "832x1216" as (width, height). Raises UserError for anything else."""
     found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
     sides = [int(side) for side in (found[1], found[2] or found[1])] if found else [0]
     if min(sides) < 64 or max(sides) > LARGEST["resolution"]:
         most = LARGEST["resolution"]
-        raise ValueError(f"resolution: {text!r}; write for example 1024 or 832x1216, from 64 to {most}.")
+        raise UserError(f"resolution: {text!r}; write for example 1024 or 832x1216, from 64 to {most}.")
     return sides[0], sides[1]

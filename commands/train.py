@@ -16,6 +16,7 @@ from typing import Any
 
 from ..training.data.roots import resolve_dataset
 from ..training.job.read import DATASETS, Job, model_paths, read_job
+from ..training.user_error import UserError
 from .headless.gpu import choose_gpu
 from .headless.server import (
     GRAFT,
@@ -50,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the job and return the exit code. Raises ValueError or OSError for what the user can mend."""
+    """Train the job and return the exit code. Raises UserError or OSError for what the user can mend."""
     job = read_job(args.job, has_dataset=has_dataset)
     comfyui = find_comfyui()
     _, _, number = job.device.partition(":")
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         except (PromptError, ComfyUIError) as error:
             log = job.output / f"{job.name}.comfyui.log"
             shutil.copyfile(base / "comfyui.log", log)
-            raise ValueError(f"{error}\nComfyUI's own words are in {log}.") from error
+            raise UserError(f"{error}\nComfyUI's own words are in {log}.") from error
     saved = [job.output / folder / f"{job.name}.safetensors" for folder in ("loras", "diffusers")]
     say(f"Done: {max(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0.0)}")
     return 0
@@ -88,7 +89,7 @@ def has_dataset(name: str) -> bool:
         return True
     try:
         resolve_dataset(name, [comfyui / "input", GRAFT / "starter"])
-    except ValueError:
+    except UserError:
         return False
     return True
 

@@ -22,12 +22,11 @@ from typing import Any
 from ..training.files import leftovers
 from ..training.job.graph import Prompt, of_kind
 from ..training.job.read import read_job
+from ..training.log import log
 from . import train
 from .headless.executor import Executor, set_up_comfyui
 from .headless.gpu import choose_gpu
 from .headless.server import find_comfyui, has_card
-
-log = logging.getLogger(__name__)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Execute the job's graph together with the other processes. Raises ValueError where a node fails."""
+    """Execute the job's graph together with the other processes. Raises UserError where a node fails."""
     logging.basicConfig(level=logging.INFO if _place().rank == 0 else logging.WARNING, format="%(message)s")
     if args.end_with:
         threading.Thread(target=end_with, args=(args.end_with,), daemon=True).start()
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
         folder_paths.set_temp_directory(str(base / "temp"))
         with together() as device:
-            log.info("Graft: process %d of %d, on %s.", _place().rank + 1, _place().world, device)
+            log.info("process %d of %d, on %s.", _place().rank + 1, _place().world, device)
             execute(Executor(prompt, extra), prompt, args.until, args.folder)
     return 0
 

@@ -13,6 +13,7 @@ from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.model.encoder import ComfyEncoder
 from ..training.comfy.run.session import progress_bar, raise_if_cancelled
 from ..training.data.config import DatasetConfig, SplitConfig
+from ..training.user_error import UserError
 from .node import Files, Node
 from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
 from .widgets import lines
@@ -326,7 +327,7 @@ def _resolutions(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"resolution: {text!r} is not a number of pixels; write 1024, or several like 512, 1024."
         ) from None
 
@@ -335,4 +336,4 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError:
-        raise ValueError(f"shares: {text!r} are no numbers; write one a dataset, as in 1, 1.") from None
+        raise UserError(f"shares: {text!r} are no numbers; write one a dataset, as in 1, 1.") from None

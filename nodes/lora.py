@@ -12,6 +12,7 @@ from ..training.comfy.files.lora_files import NONE, changed_at
 from ..training.comfy.files.paths import lora_file_names, lora_file_path
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.config import AdapterConfig
+from ..training.user_error import UserError
 from .node import Files, Node
 from .sockets import Lora, schema
 from .widgets import advanced, lines
@@ -144,7 +145,7 @@ class BuildLora(Node):
             start_size=SIZES[start_size],
         )
         if algorithm not in ADAPTERS:
-            raise ValueError(f"algorithm: {algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
+            raise UserError(f"algorithm: {algorithm!r} is unknown; choose one of {', '.join(ADAPTERS)}.")
         return io.NodeOutput(config, ui={"text": [_describe(model, config)]} if model is not None else None)
 
 

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 
 from ..training.adapters.preset import apply_preset
 from ..training.config import AdapterConfig
+from ..training.user_error import UserError
 from .node import Node
 from .sockets import Lora, schema
 from .widgets import widget
@@ -132,5 +133,5 @@ def _rows(name: str, text: str, convert: Callable[[str], T]) -> tuple[tuple[str,
         except ValueError:
             pattern = ""
         if line.strip() and not pattern:
-            raise ValueError(f"{name}: {line.strip()!r} is not a line like *attn* = 0.5")
+            raise UserError(f"{name}: {line.strip()!r} is not a line like *attn* = 0.5")
     return tuple(rows)

@@ -13,6 +13,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training.files.text import make_readable, require_letters, shown
+from ..training.user_error import UserError
 
 LONGEST_NAME = 1024
 """Letters of a file's name in a menu; systems take no path of more than 4096 bytes."""
@@ -42,6 +43,9 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             if method.__name__ == "execute":
                 values = _without_null(schema, values)
             return method(cls, *args, **values)
+        except UserError as error:
+            make_readable(error)
+            raise error.with_traceback(None) from None  # ComfyUI's log has the frames of bugs only
         except Exception as error:
             make_readable(error)
             raise
@@ -50,19 +54,19 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_null(schema: io.Schema, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs without optional ones that are null. Raises ValueError for a widget that has to be
+    """Return the inputs without optional ones that are null. Raises UserError for a widget that has to be
     set.
     """
     for entry in schema.inputs:
         is_null = entry.id in values and values[entry.id] is None
         if is_null and isinstance(entry, io.WidgetInput) and not entry.optional:
-            raise ValueError(f"{entry.id}: nothing is given, and {schema.display_name} needs it.")
+            raise UserError(f"{entry.id}: nothing is given, and {schema.display_name} needs it.")
     optional = {entry.id for entry in schema.inputs if entry.optional}
     return {name: value for name, value in values.items() if value is not None or name not in optional}
 
 
 def require_usable(schema: io.Schema, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value that a menu does not have, and for half of a letter in a text."""
+    """Raise UserError for a value that a menu does not have, and for half of a letter in a text."""
     for entry in schema.inputs:
         value = values.get(entry.id)
         for each in value if schema.is_input_list and isinstance(value, list) else [value]:
@@ -75,7 +79,7 @@ def _require_usable(entry: Any, value: Any) -> None:
         require_letters(value, f"{entry.id}: {shown(value)}")
     elif isinstance(entry, Files):
         if not isinstance(value, str) or len(value) > LONGEST_NAME:
-            raise ValueError(f"{entry.id}: {shown(value)} is no name of a file; choose one of the menu.")
+            raise UserError(f"{entry.id}: {shown(value)} is no name of a file; choose one of the menu.")
     elif isinstance(entry, io.Combo.Input) and value not in entry.options:
         choices = ", ".join(map(str, entry.options))
-        raise ValueError(f"{entry.id}: {shown(value)} is not one of {choices}.")
+        raise UserError(f"{entry.id}: {shown(value)} is not one of {choices}.")

@@ -19,6 +19,7 @@ from ..training.memory.precision import DTYPES
 from ..training.run.execute import Run, newest
 from ..training.run.run_log import read_log
 from ..training.run.saved_state import StateHandle, open_state, save_state
+from ..training.user_error import UserError
 from .node import Node
 from .sockets import State, schema
 
@@ -125,7 +126,7 @@ class SaveLora(Node):
                     "Windows replaces no file that is open, and a Load LoRA of this session may still hold "
                     "this one: choose another name, or restart ComfyUI"
                 )
-            raise ValueError(
+            raise UserError(
                 f"{path}: the LoRA could not be saved ({error.strerror or error}). {remedy}, and queue the "
                 "graph again: nothing that was trained is lost."
             ) from error
@@ -223,7 +224,7 @@ def _saved(name: str) -> StateHandle:
         return open_state(folder)
     found = newest(Run(paths.existing_run(name)))
     if found is None:
-        raise ValueError(
+        raise UserError(
             f"Load Training State: {name!r} is neither a state in {folder.parent} nor a run with a "
             f"checkpoint in {folder.parent.parent}; look there for the folder's name."
         )

@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training.config import AdapterConfig, CheckpointConfig, ValidationConfig
+from ..training.user_error import UserError
 
 Dataset = io.Custom("GRAFT_DATASET")
 """Before Encode Dataset: files and captions (ImageSet). After it: latents, conditioning (EncodedDataset)."""
@@ -29,16 +30,16 @@ Samples = io.Custom("GRAFT_SAMPLES")
 
 
 def encoded(dataset: Any, name: str = "dataset") -> Any:
-    """Return input `name`, an encoded dataset, as it is. Raises ValueError for one that is not encoded."""
+    """Return input `name`, an encoded dataset, as it is. Raises UserError for one that is not encoded."""
     if not hasattr(dataset, "largest_batch"):
-        raise ValueError(f"{name}: these pictures are not encoded; put Encode Dataset between.")
+        raise UserError(f"{name}: these pictures are not encoded; put Encode Dataset between.")
     return dataset
 
 
 def trained_clip(adapter: AdapterConfig, clip: Any) -> Any:
-    """Return CLIP where the LoRA has a text encoder part, else None. Raises ValueError where it lacks."""
+    """Return CLIP where the LoRA has a text encoder part, else None. Raises UserError where it lacks."""
     if adapter.text_encoder and clip is None:
-        raise ValueError(
+        raise UserError(
             "clip: the LoRA has a text encoder part, so this node needs CLIP: connect the base's, or set "
             "text_encoder to 0 in Build LoRA."
         )
@@ -46,9 +47,9 @@ def trained_clip(adapter: AdapterConfig, clip: Any) -> Any:
 
 
 def pictures(dataset: Any, name: str = "dataset") -> Any:
-    """Return input `name`, a dataset of pictures, as it is. Raises ValueError for an encoded one."""
+    """Return input `name`, a dataset of pictures, as it is. Raises UserError for an encoded one."""
     if hasattr(dataset, "largest_batch"):
-        raise ValueError(f"{name}: these pictures are encoded already; connect what Encode Dataset got.")
+        raise UserError(f"{name}: these pictures are encoded already; connect what Encode Dataset got.")
     return dataset
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from ..training.config import (
     ValidationConfig,
 )
 from ..training.family import Family
+from ..training.log import log
 from ..training.run.saved_state import StateHandle
 from .node import Node
 from .sockets import (
@@ -44,8 +44,6 @@ from .sockets import (
     trained_clip,
 )
 from .widgets import seed_input
-
-log = logging.getLogger(__name__)
 
 
 class TrainSteps(Node):
@@ -184,7 +182,7 @@ class TrainSteps(Node):
         )
         notes = run.notes(total_steps)
         for note in notes:
-            log.warning("Graft: %s", note)
+            log.warning("%s", note)
         return _outputs(model, clip, denoiser.family, run.train(), [run.folder.name, *notes, *left_out])
 
 

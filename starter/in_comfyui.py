@@ -11,6 +11,7 @@ import folder_paths
 
 from ..training.comfy.model.loading import model_path
 from ..training.data.roots import KIND
+from ..training.user_error import UserError
 from .clip_l import write_clip_l
 
 STARTER = Path(__file__).resolve().parent
@@ -36,7 +37,7 @@ def text_encoders(files: list[str]) -> list[str]:
 def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
     """Return the text encoder files to load with `model`: the demo's own with its base, where none is chosen.
 
-    It is written if it is not there: 248 MB, a few seconds. Raises ValueError where it is chosen with a
+    It is written if it is not there: 248 MB, a few seconds. Raises UserError where it is chosen with a
     full-size model: it is made of random numbers, which only the demo's base has learnt to read.
     """
     if model == BASE_MODEL and not chosen:
@@ -44,7 +45,7 @@ def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
     if TEXT_ENCODER not in chosen:
         return chosen
     if model_path(model).stat().st_size > LARGEST_BASE:
-        raise ValueError(
+        raise UserError(
             f"{TEXT_ENCODER} belongs to {BASE_MODEL}, not to {model}: set the text encoders to 'from "
             "checkpoint', or to the files of your model where it holds none."
         )
@@ -54,7 +55,7 @@ def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
 
 
 def _write_text_encoder() -> None:
-    """Write the demo's text encoder to the first folder that takes it. Raises ValueError if none does."""
+    """Write the demo's text encoder to the first folder that takes it. Raises UserError if none does."""
     refused = []
     for folder in dict.fromkeys([*map(Path, folder_paths.get_folder_paths("text_encoders")), BASE]):
         if folder.is_dir():
@@ -63,7 +64,7 @@ def _write_text_encoder() -> None:
                 return
             except Exception as error:  # OSError, or what safetensors makes of it
                 refused.append(f"{folder}: {error}")
-    raise ValueError(
+    raise UserError(
         f"{TEXT_ENCODER} (248 MB) could be written to no folder of text encoders; make one of them writable, "
         "or free some space there:\n" + "\n".join(refused)
     )

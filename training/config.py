@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from .user_error import UserError
+
 C = TypeVar("C")
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
@@ -438,7 +440,7 @@ def to_text(value: Any) -> str:
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
     """Build the config dataclass `kind` from nested dicts.
 
-    Raises ValueError naming an unknown key's full path and the nearest known ones, or the path of a wrongly
+    Raises UserError naming an unknown key's full path and the nearest known ones, or the path of a wrongly
     typed value.
     """
     hints = typing.get_type_hints(kind)
@@ -448,10 +450,10 @@ def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C
     return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
 
 
-def unknown_key(key: str, near: Sequence[str], *, where: str = "") -> ValueError:
+def unknown_key(key: str, near: Sequence[str], *, where: str = "") -> UserError:
     """Return the error that names a key that is not known, and those that may be meant."""
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return ValueError(f"{where}{key}: unknown setting.{hint}")
+    return UserError(f"{where}{key}: unknown setting.{hint}")
 
 
 def digest(*parts: Any) -> str:
@@ -478,11 +480,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     expected = origin or hint
     if not isinstance(value, expected) or (hint in (int, float) and isinstance(value, bool)):
-        raise ValueError(f"{where}: expected {getattr(expected, '__name__', hint)}, got {value!r}.")
+        raise UserError(f"{where}: expected {getattr(expected, '__name__', hint)}, got {value!r}.")
     return value
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
+    """Raise UserError with `message` unless `condition` holds."""
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)

@@ -28,6 +28,7 @@ from .optimizer.build import (
 )
 from .optimizer.ema import start_ema, update_ema
 from .state import LossScale, TrainState
+from .user_error import UserError
 
 
 class MidStep(RuntimeError):
@@ -57,7 +58,7 @@ class Work:
         name = config.optimizer.name
         for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
             if value and OPTIMIZERS[name].averages:
-                raise ValueError(f"{name} averages the weights itself; set the {setting} to 0.")
+                raise UserError(f"{name} averages the weights itself; set the {setting} to 0.")
         self.ema = start_ema(config.ema, self.parameters, start.ema)
         self.losses = list(start.losses)
         self.validations = list(start.validations)

@@ -28,6 +28,7 @@ from .objective import loss as objective
 from .optimizer.gradient_check import Coverage
 from .optimizer.schedule import multiplier
 from .state import TrainState, best_step
+from .user_error import NotFiniteError, UserError
 from .validation import held_out_loss
 
 STOP = "stop"
@@ -98,13 +99,13 @@ def train(
     ends early when `on_step` returns STOP, and when the loss on the held-out `validation` images has not
     improved for as long as the settings allow.
 
-    Raises ValueError for settings that cannot work and FloatingPointError when the loss stops being a
+    Raises UserError for settings that cannot work and NotFiniteError when the loss stops being a
     number; the last `Progress` given to `on_step` then still holds a sound state.
     """
     if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
+        raise UserError(f"steps must be at least 1, got {steps}.")
     if config.validation.every and validation is None:
-        raise ValueError("validation needs held-out images: connect a validation dataset, or set every to 0.")
+        raise UserError("validation needs held-out images: connect a validation dataset, or set every to 0.")
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
@@ -200,7 +201,7 @@ def backward(
             (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
         value = loss.item()  # not before: the device would be waited for between the passes
         if not math.isfinite(value):
-            raise FloatingPointError(_not_finite(batch, sigma, step))
+            raise NotFiniteError(_not_finite(batch, sigma, step))
         total += value * len(batch.latents)
         images += len(batch.latents)
     return total, images
@@ -220,9 +221,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
 
 def require_finite(loss: float, norm: float, step: int) -> None:
-    """Raise FloatingPointError before a gradient that is no number reaches the weights."""
+    """Raise NotFiniteError before a gradient that is no number reaches the weights."""
     if not math.isfinite(norm):
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"step {step + 1}: the gradient is {norm} (loss {loss:.4g}); the weights of step {step} are "
             "kept. Lower the learning rate, or set the precision to bf16 or fp32."
         )
@@ -275,9 +276,9 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
 
 
 def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig) -> None:
-    """Raise ValueError when `state` cannot be continued here: another base model, or another kind of LoRA."""
+    """Raise UserError when `state` cannot be continued here: another base model, or another kind of LoRA."""
     if not denoiser.is_base(state.base):
-        raise ValueError(
+        raise UserError(
             f"the training state at step {state.step} belongs to another base model (fingerprint "
             f"{state.base}, this model has {denoiser.fingerprint}); load the base it was trained on, or "
             "start from its LoRA file instead."
@@ -289,7 +290,7 @@ def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig
             ", ".join(f"{name} {getattr(adapter, name)!r}" for name in differing)
             for adapter in (state.adapter, config.adapter)
         )
-        raise ValueError(
+        raise UserError(
             f"the training state at step {state.step} holds a LoRA of {held}, but the settings ask "
             f"for {asked}; connect the state without another Build LoRA."
         )

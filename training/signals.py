@@ -7,7 +7,6 @@ itself; for others (ComfyUI's) the main thread calls `save_at_exit` once, when t
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-log = logging.getLogger(__name__)
+from .log import log
 
 GRACE = 60.0
 """Seconds that the runs of other threads get to finish their step and save."""
@@ -90,7 +89,7 @@ def save_at_exit() -> None:
 def _let_runs_save(number: int) -> None:
     if not _running:
         return
-    log.info("Graft: saving what was trained before the process ends.")
+    log.info("saving what was trained before the process ends.")
     _asked.append(number)
     deadline = time.monotonic() + GRACE
     while _running and time.monotonic() < deadline:

@@ -22,6 +22,7 @@ from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
 from .objective import loss as objective
 from .objective.sigmas import is_flow, to_sigmas
 from .state import TrainState
+from .user_error import UserError
 
 LEVELS = tuple(level / 10 for level in range(1, 10))
 """Sigmas of flow models; of others the fractions of their schedule, 0 at the image and 1 at pure noise."""
@@ -41,7 +42,7 @@ def validation_loss(
     """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
 
     Takes the base meanwhile, offloaded if it does not fit, and gives it back as it was. A `limit` above 0
-    measures so many samples, evenly spread. Raises ValueError without samples or for other layers' states.
+    measures so many samples, evenly spread. Raises UserError without samples or for other layers' states.
     """
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     memory = memory or MemoryConfig()
@@ -70,7 +71,7 @@ def held_out_loss(
     """
     count = len(samples)
     if count == 0:
-        raise ValueError("validation: the held-out dataset is empty; give it at least one image.")
+        raise UserError("validation: the held-out dataset is empty; give it at least one image.")
     chosen = [i * count // limit for i in range(limit)] if 0 < limit < count else list(range(count))
     total = 0.0
     for done, index in enumerate(chosen):

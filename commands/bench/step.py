@@ -14,7 +14,6 @@ import argparse
 import copy
 import inspect
 import json
-import logging
 import re
 import statistics
 import time
@@ -26,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from ...training.config import AdapterConfig, MemoryConfig, TrainConfig
+from ...training.log import log
 from ...training.memory.device_memory import forget_peak, in_use, peak_bytes, wait
 from ...training.memory.estimate import untouched
 from ...training.memory.tensor_counter import LiveTensors
+from ...training.user_error import UserError
 from ..headless.comfyui import start_comfyui
 from . import base_models
 from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
@@ -37,7 +38,6 @@ from .process import alone, peak_rss
 DTYPE = torch.bfloat16
 NOISE = 0.5
 
-log = logging.getLogger(__name__)
 
 Steps = Callable[[int], list[float]]
 """Train this many steps and return the seconds of each."""
@@ -317,9 +317,7 @@ def run(args: argparse.Namespace) -> int:
     models = SIZES[args.size]
     names = args.models or list(models)
     if unknown := set(names) - set(models):
-        raise ValueError(
-            f"models: {', '.join(unknown)} unknown; of size {args.size} are {', '.join(models)}."
-        )
+        raise UserError(f"models: {', '.join(unknown)} unknown; of size {args.size} are {', '.join(models)}.")
     if args.peak:
         print(json.dumps(peak_alone(models[names[0]], args)))
         return 0

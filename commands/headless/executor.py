@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...training.job.graph import Prompt
+from ...training.user_error import UserError
 from .comfyui import import_comfyui
 
 PROMPT_ID = "00000000-0000-4000-8000-000000000000"
@@ -39,7 +40,7 @@ class Executor:
     """Executes parts of one graph; what a node gave is kept for the next part."""
 
     def __init__(self, prompt: Prompt, extra_data: dict[str, Any]) -> None:
-        """Load the nodes that `prompt` needs. Raises ValueError for what the server would refuse."""
+        """Load the nodes that `prompt` needs. Raises UserError for what the server would refuse."""
         import execution
 
         self.prompt = copy.deepcopy(prompt)
@@ -49,7 +50,7 @@ class Executor:
             execution.validate_prompt(PROMPT_ID, self.prompt, None)
         )
         if not valid:
-            raise ValueError(f"ComfyUI refuses the graph: {error} {errors}")
+            raise UserError(f"ComfyUI refuses the graph: {error} {errors}")
         self.executor = execution.PromptExecutor(
             _NoServer(),
             cache_type=execution.CacheType.CLASSIC,
@@ -57,11 +58,11 @@ class Executor:
         )
 
     def run(self, nodes: Sequence[str]) -> None:
-        """Execute some nodes and all that they need. Raises ValueError with the words of one that fails."""
+        """Execute some nodes and all that they need. Raises UserError with the words of one that fails."""
         self.executor.execute(copy.deepcopy(self.prompt), PROMPT_ID, self.extra_data, list(nodes))
         for kind, data in self.executor.status_messages:
             if kind == "execution_error":
-                raise ValueError(f"{data['node_type']}: {data['exception_message'].strip()}")
+                raise UserError(f"{data['node_type']}: {data['exception_message'].strip()}")
             if kind == "execution_interrupted":
                 raise KeyboardInterrupt
 
@@ -78,7 +79,7 @@ def load_nodes(kinds: set[str]) -> None:
         asyncio.run(_load_graft(nodes.NODE_CLASS_MAPPINGS))
         missing -= nodes.NODE_CLASS_MAPPINGS.keys()
     if missing:
-        raise ValueError(f"ComfyUI has no node {', '.join(sorted(missing))}; install its custom node.")
+        raise UserError(f"ComfyUI has no node {', '.join(sorted(missing))}; install its custom node.")
 
 
 async def _load_graft(table: dict[str, Any]) -> None:

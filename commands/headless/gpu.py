@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ...training.user_error import UserError
+
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """NVIDIA's variable, and AMD's, which wins there when both are set."""
 
@@ -11,14 +13,14 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 def choose_gpu(index: int) -> None:
     """Let this process, and those it starts, see one GPU: number `index`, from 0, of those it was given.
 
-    Raises ValueError when there are fewer. Call it before anything touches a GPU.
+    Raises UserError when there are fewer. Call it before anything touches a GPU.
     """
     given = next((os.environ[name] for name in VISIBLE if name in os.environ), None)
     visible = [gpu for gpu in given.split(",") if gpu] if given is not None else None
     if visible == []:
         return  # all of them are hidden
     if visible and index >= len(visible):
-        raise ValueError(
+        raise UserError(
             f"GPU {index} was asked for, but only {len(visible)} can be seen (CUDA_VISIBLE_DEVICES, or "
             f"ComfyUI's --cuda-device): choose one from 0 to {len(visible) - 1}, or start fewer processes."
         )

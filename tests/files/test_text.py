@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from graft.training.files.text import (
-    make_log_readable,
-    make_readable,
-    readable,
-    require_letters,
-    shortened,
-    shown,
-)
+from graft.training.files.text import make_readable, readable, require_letters, shortened, shown
+from graft.training.log import log
 
 HALF = "caf\udce9 \ud83d"
-LOG = logging.getLogger("graft.training.tests")
 
 
 def failing():
@@ -57,22 +50,19 @@ def test_an_error_without_half_a_letter_is_left_as_it_is():
     assert error.args == (2, "No such file") and error.filename == HALF
 
 
-def test_what_graft_logs_can_be_written_whichever_module_logs_it(caplog):
-    make_log_readable()
+def test_what_graft_logs_can_be_written(caplog):
     try:
         raise failing()
     except RuntimeError:
-        LOG.warning("%s cannot be read", HALF, exc_info=True)
-    assert caplog.text.encode() and r"caf\udce9 \ud83d cannot be read" in caplog.text
+        log.warning("%s cannot be read", HALF, exc_info=True)
+    assert caplog.text.encode() and r"Graft: caf\udce9 \ud83d cannot be read" in caplog.text
 
 
 def test_a_warning_is_printed_once_also_where_nobody_set_up_logging(monkeypatch, capsys):
-    make_log_readable()
-    make_log_readable()
     monkeypatch.setattr(logging.root, "handlers", [])
-    LOG.warning("%s cannot be read", HALF)
-    LOG.info("nothing of note")
-    assert capsys.readouterr().err == "caf\\udce9 \\ud83d cannot be read\n"
+    log.warning("%s cannot be read", HALF)
+    log.info("nothing of note")
+    assert capsys.readouterr().err == "Graft: caf\\udce9 \\ud83d cannot be read\n"
 
 
 def test_half_a_letter_is_refused_with_its_place():

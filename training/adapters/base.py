@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import AdapterConfig
 from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
 from ..network.replace_forward import set_forward
+from ..user_error import UserError
 from .dropout import Draw
 
 
@@ -119,12 +120,12 @@ class Adapter(nn.Module):
 def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -> Iterator[None]:
     """Let each adapter compute its layer's output; the layers compute as before on every exit.
 
-    Raises ValueError for an adapter whose layer is not there or has another shape.
+    Raises UserError for an adapter whose layer is not there or has another shape.
     """
     for name, adapter in adapters.items():
         if name not in layers or layers[name].spec.shape != adapter.spec.shape:
             found = f"has shape {layers[name].spec.shape}" if name in layers else "does not exist"
-            raise ValueError(
+            raise UserError(
                 f"{name}: the LoRA was made for a layer of shape {adapter.spec.shape}, which {found} in this "
                 "base model; continue it on the base it was started on."
             )

@@ -11,6 +11,7 @@ from .. import rng
 from ..config import AdapterConfig
 from ..family import is_text
 from ..network.frozen_layer import FrozenLayer, LayerSpec
+from ..user_error import UserError
 from .base import Adapter, attach
 from .dora import DoRA
 from .dropout import draws
@@ -39,19 +40,19 @@ NOT_SUPPORTED: Mapping[str, str] = {
 def method_of(config: AdapterConfig) -> type[Adapter]:
     """Return the class that one layer's settings ask for.
 
-    Raises ValueError naming what is supported when there is no such method.
+    Raises UserError naming what is supported when there is no such method.
     """
     name = config.algorithm.lower()
     if name not in ADAPTERS:
         reason = f"not supported ({NOT_SUPPORTED[name]})" if name in NOT_SUPPORTED else "unknown"
-        raise ValueError(f"algorithm: {config.algorithm!r} is {reason}; choose one of {', '.join(ADAPTERS)}.")
+        raise UserError(f"algorithm: {config.algorithm!r} is {reason}; choose one of {', '.join(ADAPTERS)}.")
     return PiSSA if config.init == "pissa" else ADAPTERS[name]
 
 
 def build_adapters(specs: Mapping[str, LayerSpec], config: AdapterConfig) -> dict[str, Adapter]:
     """Return one adapter of the configured method for each layer, its parameters not yet set.
 
-    Raises ValueError when there is no such method.
+    Raises UserError when there is no such method.
     """
     settings = {path: for_layer(config, path) for path in specs}
     return {path: method_of(settings[path])(spec, settings[path]) for path, spec in specs.items()}
@@ -62,12 +63,12 @@ def restore_adapters(
 ) -> dict[str, Adapter]:
     """Return adapters on `device` holding a copy of `weights` ("<module path>.<parameter>").
 
-    Raises ValueError when a weight belongs to no layer of the model, or is missing, or has another shape.
+    Raises UserError when a weight belongs to no layer of the model, or is missing, or has another shape.
     """
     paths = {name.rsplit(".", 1)[0] for name in weights}
     unknown = sorted(paths - set(specs))
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{unknown[0]}: the base model has no such layer; was the LoRA trained on another base?"
         )
     with device:
@@ -75,7 +76,7 @@ def restore_adapters(
     for name, parameter in named_parameters(adapters).items():
         if name not in weights or weights[name].shape != parameter.shape:
             found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise ValueError(f"{name}: expected a tensor of shape {tuple(parameter.shape)}, found {found}.")
+            raise UserError(f"{name}: expected a tensor of shape {tuple(parameter.shape)}, found {found}.")
         parameter.data = weights[name].detach().to(device, torch.float32, copy=True)
     return adapters
 

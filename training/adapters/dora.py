@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import AdapterConfig
 from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
+from ..user_error import UserError
 from .dropout import Draw
 from .lora import LoRA
 
@@ -30,7 +31,7 @@ class DoRA(LoRA):
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
         if spec.shape[0] == 1:
-            raise ValueError(
+            raise UserError(
                 "DoRA cannot be saved for a layer with one output: loaders take its magnitudes for those of "
                 "the output axis. Exclude that layer, or use LoRA for it."
             )
@@ -72,7 +73,7 @@ def column_lengths(weight: Tensor) -> Tensor:
 
 def _given(base: Tensor | None) -> Tensor:
     if base is None:
-        raise ValueError(
+        raise UserError(
             "DoRA depends on the base weight; give it, as in delta(base) and initialise(generator, base)."
         )
     return base

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..config import AdapterConfig
 from ..network.frozen_layer import LayerSpec
+from ..user_error import UserError
 from .base import Adapter
 from .lora import masked
 
@@ -32,7 +33,7 @@ class LoKr(Adapter):
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
         if config.tucker:
-            raise ValueError(
+            raise UserError(
                 "tucker is for LoRA and LoHa: ComfyUI fails to apply a LoKr file with a Tucker core."
             )
         out1, out2 = factorise(spec.shape[0], config.factor)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import AdapterConfig
 from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
+from ..user_error import UserError
 from .lora import LoRA, masked
 
 
@@ -31,7 +32,7 @@ class PiSSA(LoRA):
     def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """Split the largest singular values evenly between the factors; any missing are drawn as in LoRA."""
         if base is None:
-            raise ValueError("PiSSA starts from the base weight; give it, as in initialise(generator, base).")
+            raise UserError("PiSSA starts from the base weight; give it, as in initialise(generator, base).")
         super().initialise(generator)
         u, s, v = principal(base.flatten(1), self.config.rank, generator)
         root = (s / self.scale).sqrt()

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config import AdapterConfig
 from ..files.input_file import parse_json
+from ..user_error import UserError
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "Transformer2DModel": ("*.transformer_blocks.*", "*.proj_in", "*.proj_out"),
@@ -52,22 +53,22 @@ SHARED = {
 def apply_preset(text: str, config: AdapterConfig) -> AdapterConfig:
     """Return `config` with the layers and per-layer settings of a preset.
 
-    Raises ValueError for text that is no such preset, and for anything in it that could not be honoured.
+    Raises UserError for text that is no such preset, and for anything in it that could not be honoured.
     """
     try:
         preset = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"preset: no JSON ({error}).") from error
+        raise UserError(f"preset: no JSON ({error}).") from error
     if not isinstance(preset, dict):
-        raise ValueError('preset: expected an object such as {"unet_target_module": ["Transformer2DModel"]}.')
+        raise UserError('preset: expected an object such as {"unet_target_module": ["Transformer2DModel"]}.')
     for key, value in preset.items():
         if key.startswith("text_encoder_") and value:
-            raise ValueError(f"preset: {key}: text encoders are chosen in Build LoRA; leave the list empty.")
+            raise UserError(f"preset: {key}: text encoders are chosen in Build LoRA; leave the list empty.")
         if key not in KEYS and not key.startswith("text_encoder_"):
-            raise ValueError(f"preset: {key}: unknown key; known: {', '.join(KEYS)}.")
+            raise UserError(f"preset: {key}: unknown key; known: {', '.join(KEYS)}.")
         kind = KEYS.get(key, object)
         if not isinstance(value, kind):
-            raise ValueError(f"preset: {key}: expected {kind.__name__}, got {value!r}.")
+            raise UserError(f"preset: {key}: expected {kind.__name__}, got {value!r}.")
     globs = preset.get("use_fnmatch", False)
     rules: list[tuple[str, Mapping[str, Any]]] = [
         *((_pattern(name, globs), values) for name, values in preset.get("name_algo_map", {}).items()),
@@ -98,7 +99,7 @@ def _pattern(name: str, glob: bool) -> str:
 
 def _module(name: str) -> tuple[str, ...]:
     if name not in MODULES:
-        raise ValueError(
+        raise UserError(
             f"preset: {name}: not known which layers of ComfyUI's models those are; known: "
             f"{', '.join(MODULES)}. Name the layers in unet_target_name instead."
         )
@@ -110,7 +111,7 @@ def _values(rules: list[tuple[str, Mapping[str, Any]]], key: str) -> tuple[tuple
     found = [(pattern, values[key]) for pattern, values in rules if key in values]
     for pattern, value in found:
         if not isinstance(value, kinds[key]):
-            raise ValueError(f"preset: {pattern}: {key}: {value!r} is no value for it.")
+            raise UserError(f"preset: {pattern}: {key}: {value!r} is no value for it.")
     return tuple(
         (
             pattern,
@@ -125,16 +126,16 @@ def _shared(rules: list[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     for pattern, values in rules:
         if not isinstance(values, dict):
-            raise ValueError(f'preset: {pattern}: expected an object such as {{"algo": "lokr"}}.')
+            raise UserError(f'preset: {pattern}: expected an object such as {{"algo": "lokr"}}.')
         for key, value in values.items():
             if key in ("algo", "dim", "alpha"):
                 continue
             if key not in SHARED:
-                raise ValueError(
+                raise UserError(
                     f"preset: {pattern}: {key}: unknown; known: algo, dim, alpha, {', '.join(SHARED)}."
                 )
             if shared.setdefault(SHARED[key], value) != value:
-                raise ValueError(f"preset: {key} has to be the same in all of the preset.")
+                raise UserError(f"preset: {key} has to be the same in all of the preset.")
     return shared
 
 

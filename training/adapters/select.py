@@ -11,6 +11,7 @@ from typing import TypeVar
 from ..config import AdapterConfig
 from ..family import Family, block_of, is_text
 from ..network.frozen_layer import LayerSpec
+from ..user_error import UserError
 from .lora import kernel_can_be_decomposed
 
 T = TypeVar("T")
@@ -28,10 +29,10 @@ PARTS: Mapping[str, tuple[int, int]] = {"early": (0, 1), "middle": (1, 2), "late
 def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> dict[str, LayerSpec]:
     """Return the layers to train, by module path, in the model's order.
 
-    Raises ValueError when the preset is unknown or nothing matches, with names that exist.
+    Raises UserError when the preset is unknown or nothing matches, with names that exist.
     """
     if config.targets not in family.targets:
-        raise ValueError(
+        raise UserError(
             f"targets: {family.name} has no preset {config.targets!r}; "
             f"choose one of {', '.join(family.targets)}."
         )
@@ -50,7 +51,7 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
         names = list(candidates or specs)
         examples = ", ".join(names[:: max(1, len(names) // 8)][:8])
         within = f", blocks {config.blocks!r}" if config.blocks else ""
-        raise ValueError(
+        raise UserError(
             f"no layer is left to train: targets {config.targets!r}, include {list(config.include)}, exclude "
             f"{list(config.exclude)}{within} match none of the {len(names)} layers. "
             f"Clear include and exclude in Build LoRA. Layers are named like {examples}."
@@ -62,7 +63,7 @@ def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: Adapte
     """Return a sentence for every pattern of the settings that matches no layer, and so does nothing, and one
     for `tucker` where no trained layer has a kernel to decompose.
 
-    Raises ValueError as `select` does.
+    Raises UserError as `select` does.
     """
     # A LoRA file that training starts from brings layers of its own.
     trained = specs if config.start_from else select(specs, family, config)
@@ -110,7 +111,7 @@ def first_match(path: str, rules: Iterable[tuple[str, T]], default: T) -> T:
 def in_blocks(specs: Mapping[str, LayerSpec], family: Family, ranges: str) -> set[str]:
     """Return the layers inside the model's repeated blocks that `ranges` names; see `AdapterConfig.blocks`.
 
-    Raises ValueError when the text cannot be read, or names a block that the model does not have.
+    Raises UserError when the text cannot be read, or names a block that the model does not have.
     """
     found = {name: block_of(name, family.blocks) for name in specs}
     inside = {name: block for name, block in found.items() if block not in (None, name)}
@@ -130,7 +131,7 @@ def _matches(path: str, pattern: str) -> bool:
     try:
         return re.fullmatch(pattern[3:], path) is not None
     except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        raise UserError(f"pattern {pattern!r} is no regular expression: {error}.") from error
 
 
 def _indices(part: str, count: int) -> range:
@@ -139,11 +140,11 @@ def _indices(part: str, count: int) -> range:
         return range(round(first * count / 3), round(last * count / 3))
     found = re.fullmatch(r"(\d+)(?:\s*(-)\s*(\d*))?", part)
     if not found:
-        raise ValueError(
+        raise UserError(
             f"blocks: {part!r} is no block range; write for example '0-11, 18, 30-', or early, middle, late."
         )
     first = int(found[1])
     last = int(found[3]) if found[3] else count - 1 if found[2] else first
     if not first <= last < count:
-        raise ValueError(f"blocks: {part!r} is not within the model's {count} blocks, 0 to {count - 1}.")
+        raise UserError(f"blocks: {part!r} is not within the model's {count} blocks, 0 to {count - 1}.")
     return range(first, last + 1)

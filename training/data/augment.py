@@ -13,6 +13,7 @@ import torch
 
 from ..config import to_text
 from ..rng import generator
+from ..user_error import UserError
 from .bucket import Crop, Size, buckets_for, crop_box, crops_for
 from .config import AugmentConfig, DatasetConfig
 from .image import Picture, Pixels
@@ -59,7 +60,7 @@ def views_for(
     """Return the views of an image at each of its resolutions: one list a bucket.
 
     Where latents are what there is, in the `encoded` sizes, each is a bucket with the one view they show.
-    Raises ValueError if no bucket suits the image, or the latents do not suit the model.
+    Raises UserError if no bucket suits the image, or the latents do not suit the model.
     """
     if encoded:
         return [[View(_encoded_crop(width, height, bucket, step))] for bucket in encoded]
@@ -75,7 +76,7 @@ def views_for(
 
 def _encoded_crop(width: int, height: int, bucket: Size, step: int) -> Crop:
     if bucket[0] % step or bucket[1] % step:
-        raise ValueError(
+        raise UserError(
             f"its latents are those of {bucket[0]} x {bucket[1]} px, and this model needs sides that are "
             f"multiples of {step}; put the picture itself beside it, to be encoded anew."
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config import digest
 from ..model import Batch, Conditioning
 from ..rng import generator
+from ..user_error import UserError
 from .caption import variations
 from .config import SplitConfig
 from .index import NO_MASK, Index, SourceRules
@@ -101,7 +102,7 @@ class EncodedDataset:
         """Return micro-batch number `index`, counted from the first of the run over all ranks.
 
         It has `size` samples of one bucket, fewer where a bucket ends.
-        Raises ValueError if the cache was damaged or removed meanwhile.
+        Raises UserError if the cache was damaged or removed meanwhile.
         """
         chosen = self.choose(size, seed=seed, index=index)
         latents = torch.stack([self._latents(view) for view in chosen.views])
@@ -166,12 +167,12 @@ class EncodedDataset:
     def split(self, config: SplitConfig) -> tuple[EncodedDataset, EncodedDataset]:
         """Return (training set, validation set). Which image goes where depends on its name or content alone.
 
-        Regularisation images stay in training. Raises ValueError if one of the two would be empty.
+        Regularisation images stay in training. Raises UserError if one of the two would be empty.
         """
         held = self._held_out(config)
         if held.all() or not held.any():
             side = "training" if held.all() else "validation"
-            raise ValueError(
+            raise UserError(
                 f"the validation split (fraction {config.fraction}, names {list(config.names)}) leaves no "
                 f"image for {side}, out of {len(self.names)}; change the fraction or the names."
             )

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from ..rng import generator
+from ..user_error import UserError
 from .config import AugmentConfig, BucketConfig
 
 Size = tuple[int, int]
@@ -45,7 +46,7 @@ def bucket_sizes(resolution: int, *, step: int, min_side: int = 0, max_side: int
     """Return every size of at most resolution x resolution pixels that cannot grow, narrowest first.
 
     Sides are multiples of `step` between `min_side` (0: half the resolution) and `max_side` (0: twice it).
-    Raises ValueError if no size fits.
+    Raises UserError if no size fits.
     """
     area = resolution * resolution
     shortest = math.ceil(max(min_side or resolution // 2, 1) / step) * step
@@ -56,7 +57,7 @@ def bucket_sizes(resolution: int, *, step: int, min_side: int = 0, max_side: int
         if other >= shortest:
             sizes |= {(side, other), (other, side)}
     if not sizes:
-        raise ValueError(
+        raise UserError(
             f"resolution {resolution} leaves no bucket: sides must be multiples of {step} from "
             f"{shortest} to {longest} with at most {area} pixels. Raise the resolution, or set the shortest "
             "and longest side to 0."
@@ -84,7 +85,7 @@ def _log_ratios(sizes: tuple[Size, ...]) -> list[float]:
 def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *, step: int) -> Size:
     """Return the size that an image is brought to at one resolution.
 
-    Raises ValueError if enlarging is not allowed and the image is smaller than one step.
+    Raises UserError if enlarging is not allowed and the image is smaller than one step.
     """
     if config.square:
         side = max(resolution // step * step, step)
@@ -151,7 +152,7 @@ def _own_size(width: int, height: int, resolution: int, config: BucketConfig, *,
         longest = (config.max_side or 2 * resolution) // step * step
         sides = [min(int(side * shrink + 1e-6) // step * step, longest) for side in (width, height)]
     if min(sides) < step:
-        raise ValueError(
+        raise UserError(
             f"{width} x {height} px is smaller than one bucket step ({step} px); allow enlarging."
         )
     return sides[0], sides[1]

@@ -8,7 +8,6 @@ together, pictures are read a few ahead of the VAE and not kept, and a killed ru
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from ..log import log
 from ..model import Encoder, OnProgress, no_progress
+from ..user_error import UserError
 from .augment import View, render, views_for
 from .batch import EncodedDataset
 from .bucket import Crop, Size
@@ -34,8 +35,6 @@ from .open_sample import content_of, mask_file, open_latents, open_sample
 from .read_ahead import ahead
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
-
-log = logging.getLogger(__name__)
 
 VERSION = 1
 """Part of every key; raised when encoding changes what it stores. A part that is new to keys is left out of
@@ -53,7 +52,7 @@ def encode(
 ) -> EncodedDataset:
     """Encode what the cache does not hold yet and return the dataset. `on_progress` may raise to cancel.
 
-    `recache` encodes everything anew. Raises ValueError if the cache folder cannot be written to, or naming
+    `recache` encodes everything anew. Raises UserError if the cache folder cannot be written to, or naming
     every image that cannot be used (unless its source allows skipping; then they are in `skipped`).
     """
     work = _Work(images, encoder, Store(cache_dir), recache)
@@ -154,7 +153,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                 buckets = views_for(
                     *size, content[:8].hex(), source.config, step=work.step, encoded=sample.encoded
                 )
-            except ValueError as error:  # BadImage, or no bucket for this size
+            except UserError as error:  # BadImage, or no bucket for this size
                 bad[number] = str(error)
             builder.add_sample(size, sample.source, content, texts)
             missing = False
@@ -215,7 +214,7 @@ def _encode_picture(work: _Work, pixels: Tensor, name: str) -> Tensor:
         f"latents {tuple(latents.shape)}, expected (..., {height}, {width})"
     )
     if not torch.isfinite(latents).all():
-        raise ValueError(
+        raise UserError(
             f"{name}: the VAE made NaN or infinite values of it. Half precision is too coarse for some VAEs: "
             "start ComfyUI with --fp32-vae or --bf16-vae, or load another VAE."
         )
@@ -230,7 +229,7 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
     for name, value in work.encoder.encode_text(text).items():
         if value.is_floating_point():
             if not torch.isfinite(value).all():
-                raise ValueError(
+                raise UserError(
                     f"the text encoder made NaN or infinite values of the caption {text!r}; load another "
                     "file of it, in fp16 instead of fp8, or start ComfyUI with --fp32-text-enc."
                 )

@@ -16,6 +16,7 @@ import torch
 
 from ..files.text import require_letters
 from ..rng import generator
+from ..user_error import UserError
 from .config import CaptionConfig, DatasetConfig
 from .image_file import BadImage
 
@@ -78,7 +79,7 @@ def require_usable(captions: tuple[str, ...], config: DatasetConfig) -> None:
     for text in captions:
         try:
             require_letters(text, "its caption")
-        except ValueError as error:
+        except UserError as error:
             raise BadImage(str(error).rstrip(".")) from error
         if (letters := len(finish(text, config))) > LONGEST:
             raise BadImage(f"its caption, as trained, has {letters} letters; shorten it to {LONGEST}")

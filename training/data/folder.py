@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from ..config import digest
 from ..model import OnProgress, no_progress
+from ..user_error import UserError
 from .caption import require_usable
 from .caption_file import (
     CAPTION_FILES,
@@ -114,7 +115,7 @@ def scan(
 ) -> ImageSet:
     """Find the captioned images of a folder. `on_progress` may raise to cancel.
 
-    Raises ValueError if the folder is missing or holds no image, or naming every file that cannot be used
+    Raises UserError if the folder is missing or holds no image, or naming every file that cannot be used
     (unless `config.skip_bad`; then they are in the result's `skipped`).
     """
     root, config = Path(root), config or DatasetConfig()
@@ -146,7 +147,7 @@ def fingerprint(
     """Return a digest of the names, sizes and dates of everything in a folder that a scan would read.
 
     It opens no file: 100,000 files take about a second. `check` is called before each and may raise to
-    cancel. Raises ValueError if the folder is missing.
+    cancel. Raises UserError if the folder is missing.
     """
     root, config = Path(root), config or DatasetConfig()
     state = hashlib.blake2b(digest_size=8)
@@ -165,7 +166,7 @@ def fingerprint(
 def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Iterator[_Folder]:
     """Yield the root and the folders below it that are read, in sorted order, each once however links run."""
     if not root.is_dir():
-        raise ValueError(f"{root}: no such folder; create it and put images and captions into it.")
+        raise UserError(f"{root}: no such folder; create it and put images and captions into it.")
     seen: set[str] = set()
     pending = [""]
     while pending:
@@ -230,7 +231,7 @@ def _require_images(
     message = f"{root}: no images in this folder ({kinds} are read)."
     if deeper := ", ".join(_with_images(root, config, check)):
         message += f" There are some in {deeper} inside it: choose one of these ('recursive' mixes them all)."
-    raise ValueError(message)
+    raise UserError(message)
 
 
 def _with_images(root: Path, config: DatasetConfig, check: Callable[[], None]) -> list[str]:

@@ -7,7 +7,6 @@ another edit could have had the same one (the "racy git" problem, git's Document
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sqlite3
 import time
@@ -16,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..files.input_file import require_ordinary
-
-log = logging.getLogger(__name__)
+from ..log import log
 
 _RACY_NS = 3_000_000_000  # FAT keeps dates to two seconds
 

@@ -6,7 +6,6 @@ The one rule: no precision is lost before the crop is made: 16-bit images and im
 from __future__ import annotations
 
 import io
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageColor
 
+from ..log import log
 from .bucket import Box, Size
 from .image_file import BadImage, decode, has_alpha, opened, require_size, upright
-
-log = logging.getLogger(__name__)
 
 _DEEP_GRAY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _UPRIGHT = {

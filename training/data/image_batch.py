@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..user_error import UserError
 from .caption import require_usable
 from .caption_file import NO_CAPTION
 from .config import DatasetConfig
@@ -24,7 +25,7 @@ def from_images(
 
     `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the picture counts, and
     are left aside where the settings take none, or the pictures' transparency.
-    Raises ValueError if the numbers do not match, an image is empty or too small, or a caption is missing.
+    Raises UserError if the numbers do not match, an image is empty or too small, or a caption is missing.
     """
     config = config or DatasetConfig()
     pixels = _rows([images] if isinstance(images, Tensor) else images, 4)
@@ -32,13 +33,11 @@ def from_images(
     weights = _rows([masks] if isinstance(masks, Tensor) else masks or [], 3)
     texts = list(captions) * len(pixels) if len(captions) == 1 else list(captions)
     if not pixels:
-        raise ValueError("no images given; connect at least one.")
+        raise UserError("no images given; connect at least one.")
     if len(texts) != len(pixels):
-        raise ValueError(
-            f"{len(pixels)} images but {len(texts)} captions; give one for each, or one for all."
-        )
+        raise UserError(f"{len(pixels)} images but {len(texts)} captions; give one for each, or one for all.")
     if weights and len(weights) not in (1, len(pixels)):
-        raise ValueError(f"{len(pixels)} images but {len(weights)} masks; give one for each, or one for all.")
+        raise UserError(f"{len(pixels)} images but {len(weights)} masks; give one for each, or one for all.")
     if len(weights) == 1:
         weights = weights * len(pixels)
     table = SampleTable()
@@ -53,7 +52,7 @@ def _rows(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
     for batch in batches:
         batch = batch[None] if batch.ndim == dims - 1 else batch
         if batch.ndim != dims or not batch.numel():
-            raise ValueError(f"expected a batch of {dims} dimensions, got shape {tuple(batch.shape)}.")
+            raise UserError(f"expected a batch of {dims} dimensions, got shape {tuple(batch.shape)}.")
         rows += batch.detach().to("cpu", torch.float32).unbind(0)
     return rows
 
@@ -62,15 +61,15 @@ def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sam
     name = f"{IN_MEMORY}{number}"
     height, width, channels = image.shape
     if channels not in (3, 4) or min(height, width) < MIN_SIDE:
-        raise ValueError(
+        raise UserError(
             f"{name}: shape {tuple(image.shape)}; images are (height, width, 3), {MIN_SIDE} px or more."
         )
     if not torch.isfinite(image).all():
-        raise ValueError(f"{name}: holds NaN or infinite values; look at the node that made it.")
+        raise UserError(f"{name}: holds NaN or infinite values; look at the node that made it.")
     if not text and config.caption.missing == "error":
-        raise ValueError(f"{name}: no caption; write one, or set {NO_CAPTION}.")
+        raise UserError(f"{name}: no caption; write one, or set {NO_CAPTION}.")
     try:
         require_usable((text,), config)
     except BadImage as error:
-        raise ValueError(f"{name}: {error}.") from error
+        raise UserError(f"{name}: {error}.") from error
     return Sample(name, width, height, (text,), repeats=config.repeats, has_alpha=channels == 4)

@@ -5,7 +5,6 @@ The one rule: every file that cannot be used raises BadImage with a reason a per
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import os
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from ..files.input_file import require_ordinary
+from ..log import log
+from ..user_error import UserError
 from .bucket import Size
 
 if TYPE_CHECKING:
     from PIL.TiffImagePlugin import TiffImageFile
 
-log = logging.getLogger(__name__)
 
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif"))
 HEIC = frozenset((".heic", ".heif"))
@@ -37,7 +37,7 @@ MAX_PIXELS = 178_956_970
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "HEIF", "BMP", "DIB", "TIFF", "GIF")
 
 
-class BadImage(ValueError):
+class BadImage(UserError):
     """A file that cannot be used; the message is the reason, without the file's name."""
 
 

@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ..model import OnProgress, no_progress
+from ..user_error import UserError
 from .augment import View, views_for
 from .caption import variations
 from .hashes import file_digest
@@ -65,7 +66,7 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
         whole = (sample.width, sample.height)
         buckets = views_for(*whole, content[:8].hex(), source.config, step=step, encoded=sample.encoded)
         picture, mask = _drawable(source, sample)
-    except ValueError as error:  # BadImage, or no bucket for this size
+    except UserError as error:  # BadImage, or no bucket for this size
         _write(drawn, [sample.name, f"cannot be used: {error}"], cell)
         return drawn
     views = [bucket[0] for bucket in buckets]

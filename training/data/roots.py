@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from ..user_error import UserError
+
 KIND = "graft_datasets"
 """Key in extra_model_paths.yaml."""
 RENAMED = {"demo": "starter"}
@@ -23,30 +25,30 @@ LOOKED_AT, OF_EACH = 20_000, 500
 def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
     """Return the folder called `name`, as `list_datasets` names it or else in any of `roots`.
 
-    Raises ValueError if the name is empty, absolute or holds "..", if two folders have it, if its folder lies
+    Raises UserError if the name is empty, absolute or holds "..", if two folders have it, if its folder lies
     elsewhere (a link out of the root) or there is none; the message prints lines to register it.
     """
     parts = PurePosixPath(name.strip().replace("\\", "/")).parts
     if not parts or "\0" in name:
-        raise ValueError(
+        raise UserError(
             f"no dataset folder chosen; put a folder with images into {_first(roots)} and choose it."
         )
     if PureWindowsPath(name.strip()).anchor or parts[0].startswith("/"):
-        raise ValueError(f"dataset {name!r} is a full path. {_how_to_register(Path(name.strip()), roots)}")
+        raise UserError(f"dataset {name!r} is a full path. {_how_to_register(Path(name.strip()), roots)}")
     if ".." in parts:
-        raise ValueError(
+        raise UserError(
             f"dataset {name!r} leads out of its folder with '..'. {_how_to_register(None, roots)}"
         )
     for places in _places(parts, [Path(root) for root in roots]):
         there = {os.path.realpath(folder): (folder, root) for folder, root in places if folder.is_dir()}
         if len(there) > 1:
             folders = " and ".join(str(folder) for folder, _ in there.values())
-            raise ValueError(f"dataset {name!r} is the name of {folders}; rename one of them.")
+            raise UserError(f"dataset {name!r} is the name of {folders}; rename one of them.")
         for folder, root in there.values():
             _require_inside(folder, root, name, roots)
             return folder
     known = ", ".join(list_datasets(roots)[:20]) or "none"
-    raise ValueError(
+    raise UserError(
         f"dataset {name!r} not found. Folders there are: {known}. {_how_to_register(None, roots)}"
     )
 
@@ -99,7 +101,7 @@ def yaml_lines(folder: str | os.PathLike[str]) -> str:
 def _require_inside(folder: Path, root: Path, name: str, roots: Sequence[str | os.PathLike[str]]) -> None:
     if not is_inside(folder, root):
         advice = _how_to_register(Path(os.path.realpath(folder)), roots)
-        raise ValueError(f"dataset {name!r} is a link that leads out of {root}. {advice}")
+        raise UserError(f"dataset {name!r} is a link that leads out of {root}. {advice}")
 
 
 def is_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..user_error import UserError
 from .bucket import Size
 from .config import DatasetConfig
 
@@ -253,10 +254,10 @@ def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
 
     `shares` say how much of an epoch each set should fill, whatever its number of images: (1, 1) is half and
     half. Repeats are multiplied by whole numbers that come within 5 % of that, or as near as sixteen times
-    allow. Raises ValueError if there is no set, or not one positive share for each.
+    allow. Raises UserError if there is no set, or not one positive share for each.
     """
     if not sets:
-        raise ValueError("no datasets to join; connect at least one.")
+        raise UserError("no datasets to join; connect at least one.")
     visits = [int(images.samples.column("repeats").sum()) for images in sets]
     times = _multipliers(visits, shares) if shares else [1] * len(sets)
     sources: list[Source] = []
@@ -277,7 +278,7 @@ def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
 def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
     """Return a whole number for each set, so that visits x number is about in proportion to the shares."""
     if len(shares) != len(visits) or not all(0 < share < math.inf for share in shares):
-        raise ValueError(f"{len(visits)} datasets need {len(visits)} positive shares, got {list(shares)}.")
+        raise UserError(f"{len(visits)} datasets need {len(visits)} positive shares, got {list(shares)}.")
     wanted = [share / count for share, count in zip(shares, visits, strict=True)]
     found = []
     for base in range(1, 17):
@@ -287,7 +288,7 @@ def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
     return next((times for error, times in found if error <= 1.05), min(found)[1])
 
 
-def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> ValueError:
+def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> UserError:
     """Return the one error that names every file that cannot be used, with its reason and what to do; there
     are `others` that can be.
     """
@@ -296,4 +297,4 @@ def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> ValueErro
         shown.append(f"  ... and {len(bad) - len(shown)} more")
     advice = "Repair or remove them; of a folder, 'skip bad images' in Load Dataset trains without them."
     advice = advice if others else "There is no other; repair or replace them."
-    return ValueError("\n".join([f"{what}: {len(bad)} file(s) cannot be used.", *shown, advice]))
+    return UserError("\n".join([f"{what}: {len(bad)} file(s) cannot be used.", *shown, advice]))

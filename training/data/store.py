@@ -6,7 +6,6 @@ leaves at most a temporary file, and two processes that encode the same image do
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import uuid
@@ -19,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from ..log import log
+from ..user_error import UserError
 
 KINDS = ("latents", "masks", "text")
 _TEMPORARY = ".tmp"
@@ -76,18 +76,18 @@ class Store:
             return 0
 
     def read(self, kind: str, key: bytes) -> dict[str, Tensor]:
-        """Return an entry's tensors. Raises ValueError if it is gone or damaged."""
+        """Return an entry's tensors. Raises UserError if it is gone or damaged."""
         path = self.path(kind, key)
         try:
             tensors: dict[str, Tensor] = load_file(path)
             return tensors
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"cache entry {path} cannot be read ({error}). Run Encode Dataset with 'encode again' once."
             ) from error
 
     def write(self, kind: str, key: bytes, tensors: Mapping[str, Tensor]) -> None:
-        """Write an entry in one piece. Raises ValueError if the folder cannot be written to."""
+        """Write an entry in one piece. Raises UserError if the folder cannot be written to."""
         path = self.path(kind, key)
         temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{_TEMPORARY}")
         try:
@@ -102,12 +102,12 @@ class Store:
         except PermissionError:
             # Windows refuses to replace a file that another process is reading: same key, same content.
             if not path.exists():
-                raise ValueError(
+                raise UserError(
                     f"the cache folder {self.folder} cannot be written to: permission denied. Give ComfyUI's "
                     "user the right to write there."
                 ) from None
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"the cache folder {self.folder} cannot be written to ({error.strerror or error}); "
                 "free some space, or start ComfyUI with another --output-directory."
             ) from error

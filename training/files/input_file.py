@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ..user_error import FileError, UserError
+
 NO_FILE = "it is a pipe, a socket or a device, not a file"
 
 
@@ -17,14 +19,14 @@ def is_ordinary(path: Path) -> bool:
 
 
 def require_ordinary(path: Path) -> None:
-    """Raise OSError for what is not ordinary."""
+    """Raise FileError for what is not ordinary."""
     if not is_ordinary(path):
-        raise OSError(NO_FILE)
+        raise FileError(NO_FILE)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return a JSON value. Raises ValueError for what is none, or nested too deep to be read."""
+    """Return a JSON value. Raises UserError for what is none, or nested too deep to be read."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("its lists lie too deep within one another") from None
+        raise UserError("its lists lie too deep within one another") from None

@@ -72,7 +72,7 @@ def digest_all(
 def digest_file(path: Path) -> dict[bytes, bytes]:
     """Return what is known of the tensors of a .safetensors file, read once from beginning to end.
 
-    Raises ValueError and OSError as `TensorFile` does.
+    Raises UserError and OSError as `TensorFile` does.
     """
     file = TensorFile(path)
     readable = [n for n, entry in file.entries.items() if hasattr(torch, FORMATS[entry.format][1] or "-")]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import require
+from ..user_error import FileError, UserError
 from .input_file import parse_json, require_ordinary
 from .text import readable
 from .whole_file import remove_leftovers, whole_file
@@ -47,7 +48,7 @@ class TensorFile(Mapping[str, Tensor]):
     def __init__(self, path: Path, *, largest_header: int = LARGEST_HEADER) -> None:
         """Read and check the header.
 
-        Raises ValueError naming the file when it cannot be read, is a pickle, is cut off or damaged.
+        Raises UserError naming the file when it cannot be read, is a pickle, is cut off or damaged.
         """
         self.path = path
         header, body, end = _header(path, largest_header)
@@ -66,13 +67,13 @@ class TensorFile(Mapping[str, Tensor]):
             require(at <= end, f"it should be {at} bytes long and has {end}: the file is cut off")
             require(at == end, f"{end - at} bytes belong to no tensor")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{path.name}: the file is damaged ({error}); download it again.") from error
+            raise UserError(f"{path.name}: the file is damaged ({error}); download it again.") from error
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
         dtype = getattr(torch, FORMATS[entry.format][1], None)
         if dtype is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.path.name}: {name}: this PyTorch has no numbers of type {entry.format}; update it, "
                 "or take a file of another type."
             )
@@ -87,7 +88,7 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self.entries)
 
     def read(self, name: str) -> bytearray:
-        """Return the bytes of one tensor. Raises ValueError when the disk does not give them."""
+        """Return the bytes of one tensor. Raises UserError when the disk does not give them."""
         entry = self.entries[name]
         data = bytearray(entry.size)
         try:
@@ -95,12 +96,12 @@ class TensorFile(Mapping[str, Tensor]):
                 file.seek(entry.start)
                 read = file.readinto(data)
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.path.name}: the file cannot be read ({error.strerror}); close what else uses it, or "
                 "copy it again."
             ) from error
         if read != entry.size:
-            raise ValueError(f"{self.path.name}: the file was changed while it was read; run this again.")
+            raise UserError(f"{self.path.name}: the file was changed while it was read; run this again.")
         return data
 
 
@@ -145,7 +146,7 @@ def write_streaming(
                 )
                 file.write(data)
     except OSError as error:
-        raise OSError(f"{path}: cannot be written ({error.strerror or error}).") from error
+        raise FileError(f"{path}: cannot be written ({error.strerror or error}).") from error
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -162,25 +163,25 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
             head = file.read(9)
             length = int.from_bytes(head[:8], "little")
             if largest < length <= size - 8:
-                raise ValueError(
+                raise UserError(
                     f"{path.name}: its header takes {length >> 20} MB, and should need less than "
                     f"{largest >> 20}; it is damaged."
                 )
             if length > size - 8 or head[8:] != b"{":
                 if head.startswith((b"PK", b"\x80")):
-                    raise ValueError(
+                    raise UserError(
                         f"{path.name}: a pickle, which may run code when opened; use a .safetensors file."
                     )
-                raise ValueError(
+                raise UserError(
                     f"{path.name}: no safetensors file, or one that is cut off; download it again."
                 )
             text = head[8:] + file.read(length - 1)
     except OSError as error:
-        raise ValueError(f"{path.name}: the file cannot be read ({error.strerror or error}).") from error
+        raise UserError(f"{path.name}: the file cannot be read ({error.strerror or error}).") from error
     try:
         header = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path.name}: the file is damaged ({error}); download it again.") from error
+        raise UserError(f"{path.name}: the file is damaged ({error}); download it again.") from error
     return header, 8 + length, size
 
 

@@ -7,8 +7,9 @@ one rule: half a letter is shown by its code, and refused where the text itself 
 
 from __future__ import annotations
 
-import logging
 import reprlib
+
+from ..user_error import UserError
 
 
 def readable(text: str) -> str:
@@ -30,11 +31,11 @@ def make_readable(error: BaseException) -> None:
 
 
 def require_letters(text: str, what: str) -> None:
-    """Raise ValueError for half of a letter in `what`: no text encoder, file name or LoRA file takes it."""
+    """Raise UserError for half of a letter in `what`: no text encoder, file name or LoRA file takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{what} holds half of a letter ({ascii(text[error.start])} at {error.start}), or is from a name "
             "that is not UTF-8; write it anew."
         ) from None
@@ -48,24 +49,6 @@ def shown(value: object) -> str:
 def shortened(text: str, most: int = 600) -> str:
     """Return a message of at most `most` letters, its middle left out."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 3 - 5) :]}"
-
-
-def make_log_readable() -> None:
-    """Make all that Graft's modules log `readable`, once."""
-    log = logging.getLogger(__name__.partition(".training.")[0])
-    if not any(isinstance(handler, _MakesReadable) for handler in log.handlers):
-        log.addHandler(_MakesReadable())
-
-
-class _MakesReadable(logging.Handler):
-    """Changes records on their way up: a package's handlers get what its modules log before the root's do."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args = readable(record.getMessage()), ()
-        if record.exc_info and record.exc_info[1] is not None:
-            make_readable(record.exc_info[1])
-        if not logging.root.handlers and logging.lastResort:  # which logging takes where it finds none at all
-            logging.lastResort.handle(record)
 
 
 _shown = reprlib.Repr()

@@ -17,11 +17,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..optimizer.build import OPTIMIZERS
+from ..user_error import UserError
 
 Settings = dict[str, Any]
 """What keys set: "node.input" -> value."""
 Convert = Callable[[Any, str], Any]
-"""(value in the file, its key) -> value of an input; raises ValueError."""
+"""(value in the file, its key) -> value of an input; raises UserError."""
 Read = Callable[[Any, str], Settings]
 
 
@@ -35,7 +36,7 @@ def only(allowed: Any, why: str) -> Read:
 
     def read(value: Any, key: str) -> Settings:
         if value != allowed:
-            raise ValueError(f"{key}: {value!r} is not possible: {why}. Set it to {_yaml(allowed)}.")
+            raise UserError(f"{key}: {value!r} is not possible: {why}. Set it to {_yaml(allowed)}.")
         return {}
 
     return read
@@ -47,7 +48,7 @@ def refused(why: str) -> Read:
     def read(value: Any, key: str) -> Settings:
         if is_off(value):
             return {}
-        raise ValueError(f"{key}: not supported: {why}. Remove the key.")
+        raise UserError(f"{key}: not supported: {why}. Remove the key.")
 
     return read
 
@@ -76,7 +77,7 @@ class Beside:
 def text(value: Any, key: str) -> str:
     """Return a string; a number that YAML took for one is what was written."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{key}: expected a text, found {value!r}.")
+        raise UserError(f"{key}: expected a text, found {value!r}.")
     return str(value)
 
 
@@ -85,23 +86,23 @@ def number(value: Any, key: str) -> float:
     try:
         found = float(value)
         if isinstance(value, bool) or math.isnan(found):
-            raise ValueError
+            raise UserError
         return found
     except (TypeError, ValueError):
-        raise ValueError(f"{key}: expected a number, found {value!r}.") from None
+        raise UserError(f"{key}: expected a number, found {value!r}.") from None
 
 
 def whole(value: Any, key: str) -> int:
     """Return a whole number that is not negative."""
     found = number(value, key)
     if not found.is_integer() or found < 0:
-        raise ValueError(f"{key}: expected a whole number, 0 or more; found {value!r}.")
+        raise UserError(f"{key}: expected a whole number, 0 or more; found {value!r}.")
     return int(found)
 
 
 def flag(value: Any, key: str) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{key}: expected true or false, found {value!r}.")
+        raise UserError(f"{key}: expected true or false, found {value!r}.")
     return value
 
 
@@ -116,7 +117,7 @@ def one_of(choices: Mapping[str, Any], advice: str = "") -> Convert:
         if name not in choices:
             near = get_close_matches(name, choices, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{key}: {name!r} is not one of {', '.join(choices)}.{advice or hint}")
+            raise UserError(f"{key}: {name!r} is not one of {', '.join(choices)}.{advice or hint}")
         return choices[name]
 
     return convert
@@ -141,7 +142,7 @@ def sizes(value: Any, key: str) -> str:
 def betas(value: Any, key: str) -> Settings:
     """Set both of an optimizer's betas."""
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{key}: expected two numbers, as [0.9, 0.99]; found {value!r}.")
+        raise UserError(f"{key}: expected two numbers, as [0.9, 0.99]; found {value!r}.")
     return {f"optimizer.beta{i + 1}": number(beta, key) for i, beta in enumerate(value)}
 
 
@@ -153,7 +154,7 @@ def containing(value: Any, key: str) -> str:
 def multiples(value: Any, key: str) -> str:
     """Return {part of a layer's name: multiple of the learning rate} as lines "*part* = multiple"."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{key}: expected 'part of a layer name: multiple' below it, found {value!r}.")
+        raise UserError(f"{key}: expected 'part of a layer name: multiple' below it, found {value!r}.")
     return "\n".join(f"*{part}* = {number(times, f'{key}.{part}'):g}" for part, times in value.items())
 
 
@@ -169,7 +170,7 @@ def min_snr(value: Any, key: str) -> Settings:
 def samples(value: Any, key: str) -> Settings:
     """Return the prompts of a list of samples, and which of them have settings of their own."""
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-        raise ValueError(f"{key}: expected a list of '- prompt: ...', found {value!r}.")
+        raise UserError(f"{key}: expected a list of '- prompt: ...', found {value!r}.")
     own = [
         f"{key}[{i}].{name}"
         for i, entry in enumerate(value)
@@ -190,7 +191,7 @@ def architecture(value: Any, key: str) -> str:
 def device(value: Any, key: str) -> str:
     name = text(value, key)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"{key}: {name!r} is no device; write cpu, or cuda:0 for the first graphics card.")
+        raise UserError(f"{key}: {name!r} is no device; write cpu, or cuda:0 for the first graphics card.")
     return name
 
 

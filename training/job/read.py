@@ -19,6 +19,7 @@ from typing import Any
 from ..config import unknown_key
 from ..files.text import shortened
 from ..idle_settings import idle_settings
+from ..user_error import UserError
 from .graph import NODES, Prompt, graph_of, of_kind
 from .keys import DATASET_KEYS, KEYS, OTHER_NAMES, ROOT_KEYS, TEXT_ENCODERS, Beside, Read, Settings, is_off
 from .rules import RULES
@@ -66,18 +67,18 @@ def maybe(name: str) -> bool:
 def read_job(path: Path, has_dataset: HasDataset = maybe) -> Job:
     """Read the job file `path`. Paths in it are relative to its folder; `has_dataset` is asked for others.
 
-    Raises ValueError for YAML that cannot be read, a key that is not known, and a value that cannot be used.
+    Raises UserError for YAML that cannot be read, a key that is not known, and a value that cannot be used.
     """
     try:
         document = read_yaml(path)
         if not isinstance(document, dict):
-            raise ValueError(
+            raise UserError(
                 "expected 'job:' and 'config:', or 'model:', 'datasets:' and 'train:'; see "
                 "example_workflows/jobs."
             )
         return compile_job(document, path.resolve().parent, name=path.stem, has_dataset=has_dataset)
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{path.name}: {error}") from error
 
 
 def compile_job(
@@ -87,7 +88,7 @@ def compile_job(
 
     `name` is the run's where the file has the layout without `config` and gives none.
 
-    Raises one ValueError for everything in the file that cannot be had, a line each.
+    Raises one UserError for everything in the file that cannot be had, a line each.
     """
     refusals: list[str] = []
     whole = _with_config(document, name)
@@ -141,18 +142,18 @@ def _noted(refusals: list[str]) -> Iterator[None]:
     """Note an error and go on, so that one attempt names everything that a file cannot have."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         refusals.append(shortened(str(error)))
     except OSError as error:  # a path that no system takes
         refusals.append(shortened(f"{error.filename}: {error.strerror}."))
 
 
-def _problems(refusals: Sequence[str]) -> ValueError:
+def _problems(refusals: Sequence[str]) -> UserError:
     """Return the one error for everything in a file that cannot be had."""
     lines = [f"{len(refusals)} problems:"] if refusals[1:] else []
     lines += refusals[:MOST_NAMED]
     lines += [f"... and {len(refusals) - MOST_NAMED} more"] if refusals[MOST_NAMED:] else []
-    return ValueError("\n".join(lines))
+    return UserError("\n".join(lines))
 
 
 def flat(
@@ -160,7 +161,7 @@ def flat(
 ) -> Iterator[tuple[str, Any, Read]]:
     """Yield (dotted key, value, its reading) of nested dicts; empty values (YAML's null) say nothing.
 
-    The reading of a key that leads to none of `known` raises a ValueError that names the nearest that would,
+    The reading of a key that leads to none of `known` raises a UserError that names the nearest that would,
     unless it is off and is not one of them written wrongly.
     """
     for name, value in values.items():
@@ -174,7 +175,7 @@ def flat(
         elif isinstance(value, Mapping):
             yield from flat(value, known, f"{key}.", shown=shown)
         elif value is not None:
-            yield key, value, _raising(ValueError(f"{shown}{key}: expected keys below it, found {value!r}."))
+            yield key, value, _raising(UserError(f"{shown}{key}: expected keys below it, found {value!r}."))
 
 
 def _siblings_like(name: str, known: Iterable[str], where: str, *, cutoff: float = 0.6) -> list[str]:
@@ -184,7 +185,7 @@ def _siblings_like(name: str, known: Iterable[str], where: str, *, cutoff: float
     return get_close_matches(name, siblings, n=3, cutoff=cutoff)
 
 
-def _unknown(name: str, known: Iterable[str], where: str, shown: str) -> ValueError:
+def _unknown(name: str, known: Iterable[str], where: str, shown: str) -> UserError:
     """Return the error for a key, with those that it may mean: in its place, else anywhere in the file."""
     last = {other.rpartition(".")[2]: other for other in known}
     meant = OTHER_NAMES.get(name, name)
@@ -194,7 +195,7 @@ def _unknown(name: str, known: Iterable[str], where: str, shown: str) -> ValueEr
     return unknown_key(name, near, where=shown + where)
 
 
-def _raising(error: ValueError) -> Read:
+def _raising(error: UserError) -> Read:
     def read(value: Any, key: str) -> Settings:
         raise error
 
@@ -229,14 +230,14 @@ class _Places:
     def file(self, name: str, key: str, kinds: Sequence[str]) -> str:
         """Return ComfyUI's name of a model file: its own, where the file lies outside ComfyUI."""
         if not name.endswith((".safetensors", ".sft")):
-            raise ValueError(
+            raise UserError(
                 f"{key}: {name!r} is no .safetensors file; give the path of one on this machine, or its name "
                 "in ComfyUI's models folder. Nothing is downloaded."
             )
         path = self.folder / Path(name).expanduser()
         if not path.is_file():
             if Path(name).is_absolute() or name.startswith("."):
-                raise ValueError(f"{key}: there is no file {path}.")
+                raise UserError(f"{key}: there is no file {path}.")
             return self._claimed(name, Path(name), key, kinds)
         for kind in kinds:
             self.folders.setdefault(kind, []).append(path.resolve().parent)
@@ -245,7 +246,7 @@ class _Places:
     def dataset(self, name: str, key: str) -> str:
         """Return the name of a folder of images: its last part, where it lies outside ComfyUI.
 
-        Raises ValueError for one that does not exist.
+        Raises UserError for one that does not exist.
         """
         path = self.folder / Path(name).expanduser()
         if path.is_dir():
@@ -253,20 +254,20 @@ class _Places:
             self.folders.setdefault(DATASETS, []).append(path)
             return self._claimed(path.name, path, "datasets", [DATASETS])
         if path.exists():
-            raise ValueError(f"{key}: {path} is a file; give the folder that it lies in.")
+            raise UserError(f"{key}: {path} is a file; give the folder that it lies in.")
         if Path(name).expanduser().is_absolute() or name.startswith((".", "/")):
-            raise ValueError(f"{key}: {path} does not exist; give the folder of your images.")
+            raise UserError(f"{key}: {path} does not exist; give the folder of your images.")
         if not self.has_dataset(name):
-            raise ValueError(
+            raise UserError(
                 f"{key}: {name} does not exist, neither beside the job file nor in ComfyUI's input folder; "
                 "give the folder of your images."
             )
         return name
 
     def _claimed(self, name: str, path: Path, key: str, kinds: Sequence[str]) -> str:
-        """Return the name, which from now on is that of `path`. Raises ValueError where it is another's."""
+        """Return the name, which from now on is that of `path`. Raises UserError where it is another's."""
         if any(self.owners.setdefault((kind, name), path) != path for kind in kinds):
-            raise ValueError(f"{key}: two are called {name!r}; rename one of them.")
+            raise UserError(f"{key}: two are called {name!r}; rename one of them.")
         return name
 
 
@@ -317,7 +318,7 @@ def _parts(
     config = document.get("config")
     processes = config.get("process") if isinstance(config, Mapping) else None
     if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], Mapping):
-        raise ValueError("config.process: expected one entry, as '- type: sd_trainer' and its keys.")
+        raise UserError("config.process: expected one entry, as '- type: sd_trainer' and its keys.")
     process = dict(processes[0])
     datasets = process.pop("datasets", None)
     if not isinstance(datasets, list) or not datasets or not all(isinstance(d, Mapping) for d in datasets):
@@ -345,7 +346,7 @@ def _settings(
     for key, value, read in found:
         with _noted(refusals):
             if isinstance(read, Beside) and read.switch not in given and not is_off(value):
-                raise ValueError(
+                raise UserError(
                     f"{where}{key}: {value!r} has no effect without {where}{read.switch}: {read.why}. "
                     "Remove the key."
                 )
@@ -354,7 +355,7 @@ def _settings(
                     continue
                 if settings.get(target, setting) != setting:
                     other = origin[target]
-                    raise ValueError(f"{where}{key} and {other} ask for different things; keep one.")
+                    raise UserError(f"{where}{key} and {other} ask for different things; keep one.")
                 settings[target], origin[target] = setting, f"{where}{key}"
     return settings
 

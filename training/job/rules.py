@@ -1,6 +1,6 @@
 """What several keys of a job file decide together: RULES, from what each key said to the nodes' inputs.
 
-A rule reads `may`, what the keys left open, and sets inputs in `done`; ValueError where keys clash.
+A rule reads `may`, what the keys left open, and sets inputs in `done`; UserError where keys clash.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..family import CONVOLUTIONS, FAMILIES, Family
+from ..user_error import UserError
 from .graph import NODES
 from .keys import ARCHITECTURES, DIFFUSERS, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
 
@@ -28,7 +29,7 @@ def offloading(done: Settings, may: May) -> None:
     offload = [key for key, name in ways.items() if may.get(name)]
     if "limit" in may:
         if not offload:
-            raise ValueError("train.streaming_memory_limit_gb: needs train.use_layer_streaming: true.")
+            raise UserError("train.streaming_memory_limit_gb: needs train.use_layer_streaming: true.")
         done["memory.budget_gb"] = may["limit"]
     if offload or may.get("low_vram"):
         done["memory.base"] = "offload"
@@ -36,7 +37,7 @@ def offloading(done: Settings, may: May) -> None:
     if may.get("quantize"):
         done["memory.base"] = one_of(QUANTIZED, FOUR_BITS)(may.get("qtype", "qfloat8"), "model.qtype")
         if offload:
-            raise ValueError(
+            raise UserError(
                 f"model.quantize and {offload[0]} are both true: the base is either rounded or kept in "
                 "host memory; leave one out."
             )
@@ -57,7 +58,7 @@ def convolutions(done: Settings, may: May) -> None:
     """
     if not may.get("conv"):
         if "conv_alpha" in may and "conv" not in may:
-            raise ValueError("network.conv_alpha: needs network.conv, the rank of convolutions.")
+            raise UserError("network.conv_alpha: needs network.conv, the rank of convolutions.")
         return
     if _scheduler(may) == "flowmatch":
         return
@@ -74,7 +75,7 @@ def scheduler(done: Settings, may: May) -> None:
     """Check the noise scheduler against the architecture."""
     family, given = _family(may), may.get("noise_scheduler")
     if family and given and given != _trained_by(family):
-        raise ValueError(
+        raise UserError(
             f"train.noise_scheduler: {given!r} does not go with model.arch {may['arch']!r}, which is trained "
             f"by {_trained_by(family)!r}; leave it out: the model decides."
         )
@@ -87,7 +88,7 @@ def noise_levels(done: Settings, may: May) -> None:
         return
     sigmas, shift = may.get("timesteps", TIMESTEPS["sigmoid"])
     if (sigmas, shift) == TIMESTEPS["shift"] and may.get("arch") in OTHERWISE_SHIFTED:
-        raise ValueError(
+        raise UserError(
             f"train.timestep_type: Graft shifts {may['arch']} otherwise than ai-toolkit; write sigmoid or "
             "linear, which are not shifted."
         )
@@ -97,7 +98,7 @@ def noise_levels(done: Settings, may: May) -> None:
 def guidance_embedding(done: Settings, may: May) -> None:
     """Refuse to leave the guidance input out; in other models the key changes nothing, also in ai-toolkit."""
     if may.get("bypass") and may.get("arch", "flux") in BYPASSED:
-        raise ValueError(
+        raise UserError(
             "train.bypass_guidance_embedding: True is not possible: Flux Dev is trained with the guidance it "
             "was made with. Set it to false."
         )
@@ -123,12 +124,12 @@ def sampling(done: Settings, may: May) -> None:
         for name in [name for name in done if name.startswith("sample.")]:
             del done[name]
     elif "own" in may:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(may['own'])}: all prompts are drawn with the same settings. Set them under "
             "sample and remove them here."
         )
     elif asked and not done.get("sample.prompts"):
-        raise ValueError("sample.prompts: nothing to draw; list some, or set train.disable_sampling: true.")
+        raise UserError("sample.prompts: nothing to draw; list some, or set train.disable_sampling: true.")
 
 
 def prodigy(done: Settings, may: May) -> None:
@@ -148,7 +149,7 @@ def log_lines(done: Settings, may: May) -> None:
     every = may.get("log_every", 0)
     lines = done["run.log_every"] = done.get("run.log_every") or every
     if every > 1 and lines != every:
-        raise ValueError(
+        raise UserError(
             f"logging.log_every: {every} and performance_log_every: {lines} ask for different things; keep "
             "one. The log files have every step."
         )
@@ -163,12 +164,12 @@ def file_format(done: Settings, may: May) -> None:
     elif family and not family.export:
         reason = f"{family.name} has no diffusers names here"
     if done.get("save.format") == DIFFUSERS and reason:
-        raise ValueError(f"save.save_format: 'diffusers' is not possible: {reason}. Set it to safetensors.")
+        raise UserError(f"save.save_format: 'diffusers' is not possible: {reason}. Set it to safetensors.")
 
 
 def _require_switch(may: May, name: str, switch: str, message: str) -> None:
     if name in may and switch not in may:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def _scheduler(may: May) -> str | None:

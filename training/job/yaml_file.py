@@ -1,6 +1,6 @@
 """A YAML file as plain values, also one that was written to do harm.
 
-The one rule: it takes no more time and memory than its size warrants, and every error is a ValueError.
+The one rule: it takes no more time and memory than its size warrants, and every error is a UserError.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import yaml
 
 from ..files.input_file import NO_FILE, is_ordinary
 from ..files.text import require_letters, shown
+from ..user_error import UserError
 
 LARGEST = 1 << 18
 """Bytes. PyYAML reads about as many in a second, and nothing can stop it meanwhile."""
@@ -22,20 +23,20 @@ MOST_REPEATED = 4 * LARGEST
 def read_yaml(path: Path) -> Any:
     """Return what a YAML file holds.
 
-    Raises ValueError for what cannot be read, is too large, nested too deep, or repeats itself too often.
+    Raises UserError for what cannot be read, is too large, nested too deep, or repeats itself too often.
     """
     if not is_ordinary(path):
-        raise ValueError(f"{NO_FILE}.")
+        raise UserError(f"{NO_FILE}.")
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise ValueError(f"more than {LARGEST >> 10} KB; a job file is a page or two of settings.")
+        raise UserError(f"more than {LARGEST >> 10} KB; a job file is a page or two of settings.")
     try:
         return yaml.load(content.decode("utf-8-sig"), _Loader)
     except RecursionError:
-        raise ValueError("its lists lie too deep within one another.") from None
+        raise UserError("its lists lie too deep within one another.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"this is no readable YAML file: {error}") from error
+        raise UserError(f"this is no readable YAML file: {error}") from error
 
 
 NOT_A_VALUE = (ValueError, ArithmeticError, LookupError, AttributeError)
@@ -47,7 +48,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_document(self, node: yaml.Node) -> Any:
         if _letters(node, {}) > MOST_REPEATED:
-            raise ValueError("its aliases (*name) repeat so much that no computer could hold it; write less.")
+            raise UserError("its aliases (*name) repeat so much that no computer could hold it; write less.")
         return super().construct_document(node)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -59,7 +60,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return construct(node, deep)
         except NOT_A_VALUE as error:
-            raise ValueError(f"{place} is not what it looks like ({error}); put it in quotes.") from error
+            raise UserError(f"{place} is not what it looks like ({error}); put it in quotes.") from error
 
 
 def _letters(node: Any, known: dict[int, float]) -> float:

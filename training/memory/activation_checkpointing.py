@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ..family import block_of
 from ..network.replace_forward import set_forward
 from ..network.replay import Kept, attention_once
+from ..user_error import UserError
 from .in_place import autograd_keeping, with_own_inputs
 from .offload import inputs_on_host
 
@@ -40,10 +41,10 @@ def checkpointed(
 
     With `copies`, the network may change in place what autograd keeps; else that is an error in every mode.
     "auto" keeps everything: whoever knows how much memory there is chooses (`memory.plan`). The blocks'
-    forwards are as before on every exit. Raises ValueError for an unknown mode.
+    forwards are as before on every exit. Raises UserError for an unknown mode.
     """
     if mode not in ("auto", *MODES):
-        raise ValueError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
+        raise UserError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
     recompute = MODES.get(mode)
     with ExitStack() as undo:
         undo.enter_context(autograd_keeping(copies=copies))

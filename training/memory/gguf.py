@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..user_error import UserError
 from .quantize import Packed
 
 AT_ONCE = 1 << 22
@@ -32,10 +33,10 @@ class Layout:
 def packed_gguf(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Packed:
     """Return the weight of `shape` whose bytes `raw` are of GGUF type `kind`, such as "Q4_K".
 
-    Raises ValueError for types that are not in LAYOUTS.
+    Raises UserError for types that are not in LAYOUTS.
     """
     if kind not in LAYOUTS:
-        raise ValueError(
+        raise UserError(
             f"GGUF type {kind} cannot be trained on; use a file of type {', '.join(LAYOUTS)} or the original."
         )
     layout = LAYOUTS[kind]

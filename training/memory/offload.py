@@ -7,7 +7,6 @@ no streams (and on the CPU, where there is nowhere to copy to) a fetch is a plai
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..log import log
 from .device_memory import free_bytes
 from .quantize import Packed
-
-log = logging.getLogger(__name__)
 
 SMALLEST_INPUT = 1 << 20
 """Bytes; smaller inputs of a block stay where they are."""
@@ -176,7 +174,7 @@ class PinnedMemory:
         except (RuntimeError, MemoryError) as error:  # systems set limits of their own
             self.is_full = True
             log.warning(
-                "Graft: only %.1f GiB of the base fit into pinned host memory (%s); copying the rest holds "
+                "only %.1f GiB of the base fit into pinned host memory (%s); copying the rest holds "
                 "every step up. Set base to 'fp8' in Memory Settings, which copies nothing, or use a file in "
                 "fp8, which copies half.",
                 *(self.taken / 2**30, error),

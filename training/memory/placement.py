@@ -9,7 +9,6 @@ backward pass needs, with copies. A network that autograd cannot follow at all i
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +19,9 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from ..adapters.build import Adapter, attach
+from ..log import log
 from ..model import Denoiser
+from ..user_error import UserError
 from .activation_checkpointing import checkpointed
 from .compiling import Compiled, is_compile_error
 from .device_memory import forget_peak, limited_to
@@ -33,7 +34,6 @@ NONDETERMINISTIC = "does not have a deterministic implementation"
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = (
     "out of memory",
@@ -131,7 +131,7 @@ class Placement:
         """Return what `compute` does: by the next plan whenever memory runs out, without compiling where that
         fails, and with copies where the network changes what autograd kept.
 
-        Gradients that an attempt left are dropped. Raises ValueError when there is no other plan, and for a
+        Gradients that an attempt left are dropped. Raises UserError when there is no other plan, and for a
         network that has no backward pass.
         """
         while True:
@@ -164,22 +164,22 @@ class Placement:
     def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
         """Return what to change before another attempt.
 
-        Raises `error` where nothing helps, and ValueError if memory ran out and there is no plan left, or
+        Raises `error` where nothing helps, and UserError if memory ran out and there is no plan left, or
         the network cannot be differentiated or not be computed twice.
         """
         if self.compile and is_compile_error(error):
-            log.warning("Graft: torch.compile failed; training goes on without it, slower. %s", error)
+            log.warning("torch.compile failed; training goes on without it, slower. %s", error)
             return self._stop_compiling
         if is_changed_in_place(error) and not self.copies:
             return self._keep_copies
         refuse_undifferentiable(error, self.denoiser.family.name)
         if NONDETERMINISTIC in str(error):
-            raise ValueError(
+            raise UserError(
                 f"{self.denoiser.family.name} cannot be trained as --deterministic asks: its network has a "
                 f"kernel that adds in any order ({error}). Start ComfyUI without --deterministic."
             ) from error
         if isinstance(error, CheckpointError):
-            raise ValueError(
+            raise UserError(
                 f"{self.denoiser.family.name} computed a block in another way the second time: a node before "
                 "Train Steps makes it draw at random, as HyperTile does. Bypass that node, or set "
                 "checkpointing in Memory Settings to 'none'."
@@ -188,7 +188,7 @@ class Placement:
             raise error
         if len(self.plans) == 1:
             more = ", raise budget gb" if self.hard_limit else ""
-            raise ValueError(
+            raise UserError(
                 f"memory ran out with {self.plan}, which needs least of what the settings allow. In Memory "
                 f"Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'{more}; or train "
                 "smaller images, a smaller batch or a lower rank."
@@ -205,19 +205,19 @@ class Placement:
 
     def _keep_copies(self) -> None:
         self.copies = True
-        log.info("Graft: the network changes in place what its backward pass needs, so copies are kept.")
+        log.info("the network changes in place what its backward pass needs, so copies are kept.")
 
     def _drop_plan(self) -> None:
         self._release_host()
         gc.collect()
         failed = self.plans.pop(0)
-        log.warning("Graft: memory ran out with %s; going on with %s.", failed, self.plan)
+        log.warning("memory ran out with %s; going on with %s.", failed, self.plan)
 
 
 def refuse_undifferentiable(error: BaseException, name: str) -> None:
-    """Raise ValueError where `error` is that autograd could not follow the network of family `name`."""
+    """Raise UserError where `error` is that autograd could not follow the network of family `name`."""
     if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in UNDIFFERENTIABLE):
-        raise ValueError(
+        raise UserError(
             f"{name} cannot be trained: autograd cannot follow the code that this ComfyUI has for its "
             f"network ({error}). Update ComfyUI, or train another model."
         ) from error

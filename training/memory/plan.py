@@ -8,7 +8,6 @@ never decided here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,16 +16,16 @@ import torch
 
 from ..adapters.build import build_adapters
 from ..config import MemoryConfig, TrainConfig
+from ..log import log
 from ..model import NO_ROOM, Batch, Denoiser, Room
 from ..network.frozen_layer import LayerSpec
 from ..optimizer.build import row_of
+from ..user_error import UserError
 from .activation_checkpointing import MODES
 from .estimate import Forecast, forecast
 from .in_place import is_changed_in_place
 from .precision import compute_dtype
 from .weight_store import STORES, block_bytes, bytes_of, is_rounded
-
-log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -112,11 +111,11 @@ class Prediction:
 def candidates(config: MemoryConfig) -> Sequence[Plan]:
     """Return the plans that the settings allow, fastest first: all give the same result.
 
-    Raises ValueError for unknown settings.
+    Raises UserError for unknown settings.
     """
     for name, value, known in (("base", config.base, STORES), ("checkpointing", config.checkpointing, MODES)):
         if value != "auto" and value not in known:
-            raise ValueError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
+            raise UserError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
     bases = ("resident", "offload") if config.base == "auto" else (config.base,)
     modes = tuple(MODES) if config.checkpointing == "auto" else (config.checkpointing,)
     return [Plan(base, mode) for base in bases for mode in modes]
@@ -168,14 +167,14 @@ def fitting(
         for index, plan in enumerate(plans):
             found = predict(plan)
             if found.peak <= budget * (1 - RESERVE):
-                log.info("Graft: %s takes %s of %s.", plan, gib(found.peak), gib(budget))
+                log.info("%s takes %s of %s.", plan, gib(found.peak), gib(budget))
                 left = with_host_room(plans[index:], found.step)
                 return [*filled(left[0], found, budget), *left]
     except (RuntimeError, NotImplementedError) as error:
-        log.warning("Graft: the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
+        log.warning("the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
         return plans
     log.warning(
-        "Graft: no plan fits into %s%s; trying the one that takes least, %s (%s). Set base to 'auto', 'fp8' "
+        "no plan fits into %s%s; trying the one that takes least, %s (%s). Set base to 'auto', 'fp8' "
         "or 'nf4' in Memory Settings to take less.",
         *(gib(budget), " (budget gb)" if config.memory.budget_gb else "", plans[-1], gib(found.peak)),
     )
@@ -193,7 +192,7 @@ def filled(plan: Plan, found: Prediction, budget: int) -> Sequence[Plan]:
     there = found.on_device(budget)
     if not there:
         return []
-    log.info("Graft: %d of %d blocks stay on the device.", len(there), len(found.blocks))
+    log.info("%d of %d blocks stay on the device.", len(there), len(found.blocks))
     return [replace(plan, room=replace(plan.room, on_device=there))]
 
 

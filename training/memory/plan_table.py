@@ -13,6 +13,7 @@ from ..config import TrainConfig
 from ..model import Batch, Denoiser
 from ..network.frozen_layer import LayerSpec
 from ..objective.loss import loss_at
+from ..user_error import UserError
 from .device_memory import peak_of, wait
 from .placement import Placement, refuse_undifferentiable
 from .plan import Plan, budget_of, fitting, gib, predictor, table
@@ -42,7 +43,7 @@ def outlook(
 ) -> str:
     """Return the table of `plans` on this device, as free and as fast as it is now.
 
-    Raises ValueError for a network that cannot be trained or whose memory cannot be foreseen.
+    Raises UserError for a network that cannot be trained or whose memory cannot be foreseen.
     """
     budget = budget_of(denoiser, config.memory)
     predict = predictor(denoiser, adapted, config, batch)
@@ -50,7 +51,7 @@ def outlook(
         found = [predict(plan) for plan in plans]
     except (RuntimeError, NotImplementedError) as error:
         refuse_undifferentiable(error, denoiser.family.name)
-        raise ValueError(
+        raise UserError(
             f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
             "fastest plan and goes on with the next one when memory runs out."
         ) from error
@@ -77,7 +78,7 @@ def probe(
 ) -> Probe:
     """Compute the forward and backward pass of `batch` twice, to see what they take and how long they last.
 
-    Nothing is trained. Raises ValueError when memory runs out in every one of `plans`, tried in their order.
+    Nothing is trained. Raises UserError when memory runs out in every one of `plans`, tried in their order.
     """
     dtype = compute_dtype(config.memory, denoiser)
     adapters = {p: a.to(denoiser.device) for p, a in build_adapters(adapted, config.adapter).items()}

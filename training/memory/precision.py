@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import rng
 from ..config import MemoryConfig
 from ..model import Denoiser
+from ..user_error import UserError
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -21,14 +22,14 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 def compute_dtype(config: MemoryConfig, denoiser: Denoiser) -> torch.dtype:
     """Return the configured dtype; "auto" is the one that the model chooses for its device.
 
-    Raises ValueError for one that the model cannot be computed in.
+    Raises UserError for one that the model cannot be computed in.
     """
     if config.dtype == "auto":
         return denoiser.dtypes[0]
     dtype = DTYPES[config.dtype]
     if dtype not in denoiser.dtypes:
         can = ", ".join(name for name, each in DTYPES.items() if each in denoiser.dtypes)
-        raise ValueError(
+        raise UserError(
             f"precision: {denoiser.family.name} cannot be computed in {config.dtype}, in which its numbers "
             f"become NaN; set precision in Memory Settings to auto or one of {can}."
         )

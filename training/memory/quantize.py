@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..optional import optional
+from ..user_error import UserError
 
 Parts = tuple[Tensor, ...]
 
@@ -59,10 +60,10 @@ def scaled(small: Tensor, scale: Tensor) -> Packed:
 def pack(weight: Tensor, name: str, dtype: torch.dtype) -> Packed:
     """Quantise a weight (out, in), to be used in `dtype`, on the device that it is on.
 
-    Raises ValueError for an unknown name, and for nf4 where bitsandbytes is not installed.
+    Raises UserError for an unknown name, and for nf4 where bitsandbytes is not installed.
     """
     if name not in FORMATS:
-        raise ValueError(f"base: {name!r} is no way to quantise; choose one of {', '.join(FORMATS)}.")
+        raise UserError(f"base: {name!r} is no way to quantise; choose one of {', '.join(FORMATS)}.")
     return FORMATS[name](weight, dtype)
 
 

@@ -13,6 +13,7 @@ import torch
 from ..family import block_of
 from ..model import NO_ROOM, Room
 from ..network.frozen_layer import Fetch, LayerSpec
+from ..user_error import UserError
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Packed, Parts, pack, plain
 
@@ -44,7 +45,7 @@ class Store:
 
     def __post_init__(self) -> None:
         if self.name not in (*STORES, UNPLACED):
-            raise ValueError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
+            raise UserError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
         self.pinned = self.room.pinned or PinnedMemory(self.room.host)
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)

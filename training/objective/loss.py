@@ -19,6 +19,7 @@ from .. import rng
 from ..config import ObjectiveConfig
 from ..family import Family
 from ..model import Batch, Denoiser, Sampling
+from ..user_error import UserError
 from .noise import Draw, draw_noise
 from .sigmas import draw_sigmas
 from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
@@ -82,19 +83,19 @@ def network_output(sampling: Sampling, sigma: Tensor, x_t: Tensor, denoised: Ten
 
 
 def check_sampling(sampling: Sampling, name: str) -> None:
-    """Raise ValueError when the model cannot be trained through its `model_sampling`.
+    """Raise UserError when the model cannot be trained through its `model_sampling`.
 
     That is when noise does not enter x_t, or the output does not enter the denoised image.
     """
     sigma = torch.as_tensor(sampling.percent_to_sigma(0.5), dtype=torch.float32).reshape(1)
     level = Level.of(sampling, sigma, 4)
     if not bool((level.noise != 0).all()):
-        raise ValueError(
+        raise UserError(
             f"{name} cannot be trained: its {type(sampling).__name__} ignores the noise, so there is "
             "nothing to denoise."
         )
     if not bool((level.slope != 0).all()) or not bool(torch.isfinite(level.slope).all()):
-        raise ValueError(
+        raise UserError(
             f"{name} cannot be trained: in its {type(sampling).__name__} the network's output does not "
             "decide the image."
         )
@@ -111,11 +112,11 @@ def differential_target(output: Tensor, target: Tensor, scale: float) -> Tensor:
 def with_guidance(batch: Batch, config: ObjectiveConfig, family: Family) -> Batch:
     """Return the batch with the guidance input that the family's network takes.
 
-    Raises ValueError when a guidance is set for a network that takes none.
+    Raises UserError when a guidance is set for a network that takes none.
     """
     if family.guidance is None:
         if config.guidance >= 0:
-            raise ValueError(f"guidance: {family.name} has no such input that Graft knows; leave it at -1.")
+            raise UserError(f"guidance: {family.name} has no such input that Graft knows; leave it at -1.")
         return batch
     value = config.guidance if config.guidance >= 0 else family.guidance
     extras = batch.extras or ({},) * len(batch.latents)
@@ -140,7 +141,7 @@ def _auto(value: str, default: str) -> str:
 
 def _choice(table: Mapping[str, Callable[..., Tensor]], name: str, setting: str) -> Callable[..., Tensor]:
     if name not in table:
-        raise ValueError(f"{setting}: {name!r} is unknown; choose one of {', '.join(table)}.")
+        raise UserError(f"{setting}: {name!r} is unknown; choose one of {', '.join(table)}.")
     return table[name]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import ObjectiveConfig
 from ..family import Family
 from ..model import Sampling
+from ..user_error import UserError
 
 
 def draw_sigmas(
@@ -31,11 +32,11 @@ def draw_sigmas(
     Stratified, each comes from another of `count` equal parts of the distribution, in random order: the
     variance of a batch's loss falls and no expectation changes.
 
-    Returns (count,) float32 within the model's own range. Raises ValueError for an unknown distribution.
+    Returns (count,) float32 within the model's own range. Raises UserError for an unknown distribution.
     """
     name = family.sigmas if config.sigmas == "auto" else config.sigmas
     if name not in SIGMAS:
-        raise ValueError(f"sigmas: {name!r} is unknown; choose one of auto, {', '.join(SIGMAS)}.")
+        raise UserError(f"sigmas: {name!r} is unknown; choose one of auto, {', '.join(SIGMAS)}.")
     order = torch.randperm(count, generator=generator)
     u = torch.rand(count, generator=generator)
     if config.stratified:

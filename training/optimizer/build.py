@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
+from ..log import log
 from ..optional import optional
 from ..state import Number, OptimizerState
+from ..user_error import UserError
 from .bitsandbytes_fixes import fix_waits_and_leaks
 from .own import Lion, StableAdamW
-
-log = logging.getLogger(__name__)
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]
@@ -53,13 +52,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names over named `parameters`.
 
-    `lr_scales` are multiples of the learning rate by parameter name; 1 where it has none. Raises ValueError
+    `lr_scales` are multiples of the learning rate by parameter name; 1 where it has none. Raises UserError
     when there is no such optimizer, when it is not installed, or when it takes one learning rate only.
     """
     row = row_of(config)
     scales = {name: lr_scales.get(name, 1.0) for name in parameters}
     if row.finds_rate and len(set(scales.values())) > 1:
-        raise ValueError(
+        raise UserError(
             f"optimizer {config.name!r} finds one learning rate for everything: switch off LoRA+ and "
             "learning rates by pattern, set text encoder in Build LoRA to 0 or 1, or take another optimizer."
         )
@@ -124,7 +123,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig, st
     """Give `optimizer` the memory that `save_optimizer` returned; another optimizer's is left aside."""
     if state.name != config.name:
         if state.name:
-            log.warning("Graft: the optimizer changed from %s to %s, starts anew.", state.name, config.name)
+            log.warning("the optimizer changed from %s to %s, starts anew.", state.name, config.name)
         return
     for index, group in enumerate(optimizer.param_groups):
         if state.groups:  # other groups than before (learning rates by pattern) share what the first one knew
@@ -181,9 +180,9 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter
 
 
 def row_of(config: OptimizerConfig) -> Row:
-    """Return the row of OPTIMIZERS that `config` names. Raises ValueError when there is none."""
+    """Return the row of OPTIMIZERS that `config` names. Raises UserError when there is none."""
     if config.name not in OPTIMIZERS:
-        raise ValueError(f"optimizer: {config.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
+        raise UserError(f"optimizer: {config.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
     return OPTIMIZERS[config.name]
 
 
@@ -209,7 +208,7 @@ def _adafactor(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer
     """Shazeer & Stern 2018, arXiv:1804.04235, at the learning rate as given: as LoRA weights start at 0,
     the paper's scaling by a tensor's own size (switched off by the 1.0) would hold them there."""
     if not hasattr(torch.optim, "Adafactor"):
-        raise ValueError("optimizer 'adafactor' needs torch 2.5 or newer; update ComfyUI, or choose adamw.")
+        raise UserError("optimizer 'adafactor' needs torch 2.5 or newer; update ComfyUI, or choose adamw.")
     eps = (1e-15, 1.0)
     return torch.optim.Adafactor(groups, lr=config.lr, eps=eps, weight_decay=config.weight_decay)
 

@@ -7,7 +7,6 @@ leave all weights where they are at first (schedule-free-radam) put it off.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-
-log = logging.getLogger(__name__)
+from ..log import log
+from ..user_error import UserError
 
 SHOWN = 8
 
@@ -35,7 +34,7 @@ class Coverage:
     def look(self, step: int) -> None:
         """Take note of the gradients of `step`, counted from 0; report when it is time.
 
-        Logs the names that no gradient reached. Raises ValueError when none was reached at all.
+        Logs the names that no gradient reached. Raises UserError when none was reached at all.
         """
         if not self.steps_left or not self.silent or (self.before and torch.equal(*self.before)):
             return
@@ -47,12 +46,12 @@ class Coverage:
         if self.steps_left or not self.silent:
             return
         if len(self.silent) == self.total:
-            raise ValueError(
+            raise UserError(
                 f"step {step + 1}: no gradient has reached any of the {self.total} parameters, so nothing "
                 "would be learnt. Clear 'include' and 'exclude' in Build LoRA; if there are masks, make them "
                 "white where the subject is."
             )
-        log.warning("Graft: %s", self.report(step))
+        log.warning("%s", self.report(step))
 
     def report(self, step: int) -> str:
         """Return the sentence that names what has stayed without a gradient up to `step`."""

@@ -10,18 +10,19 @@ import math
 from collections.abc import Callable, Mapping
 
 from ..config import ScheduleConfig
+from ..user_error import UserError
 
 
 def multiplier(config: ScheduleConfig, step: int) -> float:
     """Return the factor on the learning rate at `step`, counted from 0.
 
     A linear warm-up to 1, then the named decay from 1 to `config.floor`, which holds beyond the total
-    steps. Raises ValueError for an unknown schedule, or a decaying one that does not know its total steps.
+    steps. Raises UserError for an unknown schedule, or a decaying one that does not know its total steps.
     """
     if config.name not in SCHEDULES:
-        raise ValueError(f"schedule: {config.name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
+        raise UserError(f"schedule: {config.name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
     if config.name != "constant" and config.total_steps < 1:
-        raise ValueError(f"schedule {config.name!r} needs total steps: the length of the whole run.")
+        raise UserError(f"schedule {config.name!r} needs total steps: the length of the whole run.")
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     length = max(1, config.total_steps - config.warmup_steps)

@@ -12,7 +12,6 @@ in `loras/` and, where wanted, `log.sqlite`.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -33,10 +32,12 @@ from ..files.lora.metadata import lora_metadata, write_lora
 from ..files.lora.read import lora_tensors
 from ..files.whole_file import remove_leftovers
 from ..live_state import MidStep
+from ..log import log
 from ..loop import STOP, OnStep, Progress, ignore, initial_state, train
 from ..model import Dataset, Denoiser, Samples
 from ..signals import raise_if_asked, saving_run
 from ..state import TrainState, best_step
+from ..user_error import FileError, UserError
 from .lock import locked
 from .reserve import Reserve
 from .run_log import RunLog
@@ -50,8 +51,6 @@ from .saved_state import (
     write_text,
 )
 
-log = logging.getLogger(__name__)
-
 MARGIN = 32 << 20
 """Bytes that a run leaves free on the disk for everything else."""
 
@@ -61,7 +60,7 @@ AWAY_SECONDS = 45.0
 """How long a run's end waits for a drive that is away; less than a process that is asked to end still has."""
 
 States = Mapping[int, Callable[[], TrainState]]
-"""The states that a run has, by step: each is read when asked for. Raises ValueError for a damaged one."""
+"""The states that a run has, by step: each is read when asked for. Raises UserError for a damaged one."""
 
 OnStart = Callable[[States], None]
 
@@ -70,7 +69,7 @@ def ignore_start(states: States) -> None:
     """Do nothing before the first step."""
 
 
-class DiskFull(OSError):
+class DiskFull(FileError):
     """The disk has no room for the next checkpoint; what was trained is saved."""
 
 
@@ -142,7 +141,7 @@ def execute(
     Of several processes that train together, rank 0 does all this, and the others `follow`.
 
     Raises OSError when the folder cannot be written or the disk is full (DiskFull: the run is saved), and
-    ValueError when another process is training this run.
+    UserError when another process is training this run.
     """
     first = start.step if start else 0
     target = first + steps
@@ -154,12 +153,12 @@ def execute(
         begin = start.load if start else partial(initial_state, denoiser, config)
         states = _states(run, first, newest.step if newest else first, begin)
         if newest and is_end(run, newest.step, target):
-            log.info("Graft: step %d of this run is already trained; nothing to do.", newest.step)
+            log.info("step %d of this run is already trained; nothing to do.", newest.step)
             on_start(states)
             distributed.share(None)
             return hand_on(run, newest, start, config)
         if newest:
-            log.info("Graft: resuming at step %d of %d.", newest.step, target)
+            log.info("resuming at step %d of %d.", newest.step, target)
         resume = newest or start
         state = resume.load() if resume else begin()
         if newest and run.saving.lora and run.is_regular(state.step) and not run.lora(state.step).exists():
@@ -230,8 +229,8 @@ def latest(run: Run, first: int, target: int) -> StateHandle | None:
         if first < step <= target:
             try:
                 return open_state(folder)
-            except ValueError as error:
-                log.warning("Graft: %s Falling back to the checkpoint before it.", error)
+            except UserError as error:
+                log.warning("%s Falling back to the checkpoint before it.", error)
     return None
 
 
@@ -266,7 +265,7 @@ def states_up_to(handle: StateHandle) -> list[StateHandle]:
     run, found = run_of(handle), []
     for step, folder in sorted(_checkpoints(run).items()) if run else ():
         if step < handle.step:
-            with suppress(ValueError):
+            with suppress(UserError):
                 found.append(open_state(folder))
     return [*found, handle]
 
@@ -279,7 +278,7 @@ def best(run: Run, handle: StateHandle, start: StateHandle | None) -> StateHandl
     if start and validations and step == start.step:
         return start
     before = run_of(start) if start and step < start.step else None
-    with suppress(ValueError):
+    with suppress(UserError):
         return open_state((before or run).checkpoint(step))
     return handle
 
@@ -287,12 +286,12 @@ def best(run: Run, handle: StateHandle, start: StateHandle | None) -> StateHandl
 def handed_on(run: Run, start: StateHandle | None, last: int, config: TrainConfig) -> StateHandle:
     """Return what a run from `start` to step `last` handed on, also one that was finished before `last`.
 
-    Raises ValueError when none of its states is there.
+    Raises UserError when none of its states is there.
     """
     first = start.step if start else 0
     found = latest(run, first, last)
     if found is None:
-        raise ValueError(
+        raise UserError(
             f"{run.folder}: no training state after step {first} here, though this run was trained before. "
             "If it was deleted, free ComfyUI's model and node cache and queue the graph again; it is then "
             "trained anew."
@@ -384,7 +383,7 @@ def write_lora_of(run: Run, state: TrainState, family: Family) -> None:
     try:
         write_lora(run.lora(state.step), tensors, metadata)
     except OSError as error:
-        log.warning("Graft: the LoRA file of step %d could not be written (%s).", state.step, error)
+        log.warning("the LoRA file of step %d could not be written (%s).", state.step, error)
 
 
 class _Watch:
@@ -422,7 +421,7 @@ class _Watch:
             self.save()
         except OSError as error:
             self.saved_at = time.monotonic()
-            log.warning("Graft: %s could not be saved (%s); training goes on.", self.run.folder, error)
+            log.warning("%s could not be saved (%s); training goes on.", self.run.folder, error)
 
     def save_at_last(self) -> StateHandle | None:
         """Save at the run's end: what was trained is nowhere else, so a drive that is away is waited for.
@@ -436,12 +435,12 @@ class _Watch:
             except OSError as error:
                 if self.is_full() or time.monotonic() >= until:
                     kept = f"step {self.saved.step}" if self.saved else "the step that it began at"
-                    raise OSError(
+                    raise FileError(
                         f"{self.run.folder}: the run could not be saved ({error}). What it trained after "
                         f"{kept} is lost. Bring the drive back, or free some space there, and queue the "
                         "graph again."
                     ) from error
-                log.warning("Graft: %s could not be saved (%s); trying again.", self.run.folder, error)
+                log.warning("%s could not be saved (%s); trying again.", self.run.folder, error)
                 time.sleep(3.0)
 
     def is_full(self) -> bool:
@@ -460,7 +459,7 @@ class _Watch:
             try:
                 state = self.progress.state()
             except MidStep as error:
-                log.warning("Graft: %s", error)
+                log.warning("%s", error)
                 return self.saved
             self.write(state)
         return self.saved

@@ -7,7 +7,6 @@ behind; the process number in the file is for people.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-log = logging.getLogger(__name__)
+from ..log import log
+from ..user_error import FileError, UserError
 
 NAME = "lock"
 HELD = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
@@ -28,21 +28,21 @@ PLACE = 1 << 20
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, which is made if need be.
 
-    Raises ValueError when another run holds it, and OSError when the folder cannot be written.
+    Raises UserError when another run holds it, and OSError when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / NAME).open("a+", encoding="utf-8")
     except OSError as error:
-        raise OSError(f"{folder}: no run can be kept here ({error}); make the folder writable.") from error
+        raise FileError(f"{folder}: no run can be kept here ({error}); make the folder writable.") from error
     with file:
         try:
             _lock(file)
         except OSError as error:
             if error.errno not in HELD:
-                log.warning("Graft: %s cannot be locked (%s); train it once at a time.", folder, error)
+                log.warning("%s cannot be locked (%s); train it once at a time.", folder, error)
             else:
-                raise ValueError(
+                raise UserError(
                     f"{folder.name}: this run is being trained already, by process {_owner(folder)}; wait "
                     "for it, or give this one another name or seed."
                 ) from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import digest
+from ..user_error import UserError
 from .saved_state import read_object, write_text
 
 OF_ANY_RUN = ("steps", "sample_prompts", "checkpoint_settings", "gpus")
@@ -34,7 +35,7 @@ def none_added(kind: str) -> Mapping[str, Any]:
 def settings_of(graph: Any, added: Added = none_added) -> dict[str, str]:
     """Return a digest of each node of a graph in API form: its class, its inputs, and where they come from.
 
-    Raises ValueError for what is no graph.
+    Raises UserError for what is no graph.
     """
     known: dict[str, str] = {}
     return {node: _digest(nodes_of(graph), node, known, added) for node in graph}
@@ -64,11 +65,11 @@ def queued(folder: Path) -> dict[str, int]:
 
 
 def nodes_of(graph: Any) -> Mapping[str, Any]:
-    """Return the nodes of a graph in API form. Raises ValueError for what is none."""
+    """Return the nodes of a graph in API form. Raises UserError for what is none."""
     if not isinstance(graph, dict) or not all(
         isinstance(node, dict) and isinstance(node.get("inputs"), dict) for node in graph.values()
     ):
-        raise ValueError("no graph in API form")
+        raise UserError("no graph in API form")
     return graph
 
 
@@ -98,4 +99,4 @@ def _digest(
     try:
         return of(node, left_out)
     except RecursionError as error:
-        raise ValueError("no graph in API form: it is nested too deeply") from error
+        raise UserError("no graph in API form: it is nested too deeply") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import math
 import os
 import time
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ..files.whole_file import whole_file
+from ..log import log
 from ..loop import Progress
 from ..optional import optional
-
-log = logging.getLogger(__name__)
+from ..user_error import FileError
 
 FIELDS = (
     "step",
@@ -190,10 +189,10 @@ class _File(ABC):
                 self.begin(self.waiting)
         except OSError as error:
             if at_last:
-                log.warning("Graft: %s lacks the run's last steps (%s).", self.path, error)
+                log.warning("%s lacks the run's last steps (%s).", self.path, error)
             elif self.failed_at == -math.inf:
                 log.warning(
-                    "Graft: %s cannot be written (%s); training goes on without it, and it is tried again.",
+                    "%s cannot be written (%s); training goes on without it, and it is tried again.",
                     self.path,
                     error,
                 )
@@ -267,7 +266,7 @@ class _Table(_File):
                     table.execute(first)
                 table.executemany(row, [[line.get(name) for name in FIELDS] for line in entries])
         except self.sqlite3.Error as error:
-            raise OSError(str(error)) from error
+            raise FileError(str(error)) from error
 
 
 def _json(line: Entry) -> str:

@@ -25,6 +25,7 @@ from ..files.input_file import parse_json, require_ordinary
 from ..files.text import require_letters
 from ..files.whole_file import commit, remove_leftovers, temporary_in, whole_file
 from ..state import LossScale, OptimizerState, TrainState
+from ..user_error import FileError, UserError
 
 FORMAT = 1
 
@@ -40,18 +41,18 @@ class StateHandle:
 
     @property
     def adapter(self) -> AdapterConfig:
-        """What the state trains, without reading its tensors. Raises ValueError as `load` does."""
+        """What the state trains, without reading its tensors. Raises UserError as `load` does."""
         return from_dict(AdapterConfig, self._values()["adapter"])
 
     def load(self) -> TrainState:
-        """Return the state. Raises ValueError when it is gone, damaged, or another one lies in its place."""
+        """Return the state. Raises UserError when it is gone, damaged, or another one lies in its place."""
         self._values()
         return load_state(self.path)
 
     def _values(self) -> dict[str, Any]:
         values = read_values(self.path)
         if values.get("digest") != self.digest:
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: another training state has been written here; queue the graph again."
             )
         return values
@@ -83,13 +84,13 @@ def save_state(state: TrainState, folder: Path) -> StateHandle:
 def open_state(folder: Path) -> StateHandle:
     """Return a handle to the state in `folder`, its contents checked against the digest written with them.
 
-    Raises ValueError naming the folder when it holds no state, or a damaged one.
+    Raises UserError naming the folder when it holds no state, or a damaged one.
     """
     values = read_values(folder)
     contents = {key: value for key, value in values.items() if key not in ("format", "digest", "tensors")}
     digest = _digest(_tensor_file(folder, values), contents)
     if digest != values.get("digest") or type(values.get("step")) is not int:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the training state is damaged (its contents do not match their digest); go on "
             "from an earlier one."
         )
@@ -99,7 +100,7 @@ def open_state(folder: Path) -> StateHandle:
 def load_state(folder: Path) -> TrainState:
     """Return the state that `save_state` wrote as `folder`.
 
-    Raises ValueError when the folder holds no readable state.
+    Raises UserError when the folder holds no readable state.
     """
     values = read_values(folder)
     try:
@@ -125,7 +126,7 @@ def load_state(folder: Path) -> TrainState:
             loss_scale=LossScale(**values["loss_scale"]) if values["loss_scale"] else None,
         )
     except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}: the training state cannot be read ({error!r}).") from error
+        raise UserError(f"{folder}: the training state cannot be read ({error!r}).") from error
 
 
 def size_in_bytes(state: TrainState) -> int:
@@ -142,25 +143,25 @@ def remove_state(folder: Path) -> None:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """Return what `state.json` says. Raises ValueError when it cannot be read or is no training state's."""
+    """Return what `state.json` says. Raises UserError when it cannot be read or is no training state's."""
     try:
         values = read_object(folder / "state.json")
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"{folder}: no training state here ({error}). If it was deleted, free ComfyUI's model and node "
             "cache and queue the graph again; it is then trained anew."
         ) from error
     if values.get("format") != FORMAT:
-        raise ValueError(f"{folder}: not a Graft training state of format {FORMAT}.")
+        raise UserError(f"{folder}: not a Graft training state of format {FORMAT}.")
     return values
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, and ValueError when the file holds anything else."""
+    """Return the JSON object in a file. Raises OSError, and UserError when the file holds anything else."""
     require_ordinary(path)
     values = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        raise ValueError(f"it holds {type(values).__name__}, not an object")
+        raise UserError(f"it holds {type(values).__name__}, not an object")
     return values
 
 
@@ -175,7 +176,7 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
-        raise OSError(f"{path.parent}: {error}") from error
+        raise FileError(f"{path.parent}: {error}") from error
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:
@@ -213,7 +214,7 @@ def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: a name that no file can have
-        raise ValueError(f"{tensors.parent}: the training state cannot be read ({error}).") from error
+        raise UserError(f"{tensors.parent}: the training state cannot be read ({error}).") from error
     return digest.hexdigest()
 
 

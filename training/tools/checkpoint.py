@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..files.lora.match import Matched, match_lora
 from ..files.lora.names import TEXT_ENCODERS, Shape, Shapes, Target, network_names, text_names
 from ..files.lora.read import LoraFile
+from ..user_error import UserError
 
 NETWORK_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 """Before the network's own paths: in a full checkpoint, in ComfyUI, in a file of the network alone."""
@@ -123,14 +124,14 @@ def weight_names(shapes: Shapes) -> dict[str, Target]:
 def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
     """Find the file's layers among the weights of a checkpoint.
 
-    Raises ValueError when nothing matches, or a layer does not have its weight's shape.
+    Raises UserError when nothing matches, or a layer does not have its weight's shape.
     """
     outputs = {key: shape[0] for key, shape in shapes.items() if shape}
     matched = match_lora(file, weight_names(shapes), outputs, "the base")
     for key, layer in matched.layers.items():
         rows, columns, found = shapes[key][0], math.prod(shapes[key][1:]), layer.shape
         if found != (rows, columns):
-            raise ValueError(
+            raise UserError(
                 f"{file.name}: {layer.name}: made for {found[0]} outputs of {found[1]} weights, but {key} "
                 f"has {rows} of {columns}; choose the base that the file was trained on."
             )

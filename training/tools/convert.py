@@ -42,6 +42,7 @@ from ..files.lora.peft import is_plain, peft_tensors, shape_of
 from ..files.lora.read import EXACT, LoraFile, LoraLayer, read_lora, split_key
 from ..files.tensor_file import TensorFile
 from ..memory.precision import DTYPES
+from ..user_error import UserError
 from .checkpoint import kohya_prefix, match_weights, network_path, network_shapes
 from .files import check_output, left_out_lines
 
@@ -59,7 +60,7 @@ def convert(
     """Return the file's tensors in `layout` and `dtype` (None: as they are).
 
     What the names in a file stand for cannot always be read from them: `shapes` are those of a checkpoint of
-    its base. Raises ValueError when they are needed and missing, or the layout cannot hold a layer.
+    its base. Raises UserError when they are needed and missing, or the layout cannot hold a layer.
     """
     return converted(file, layout, dtype=dtype, shapes=shapes)[0]
 
@@ -69,7 +70,7 @@ def converted(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """As `convert`, and the keys of the file that no program could place, with the reason."""
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
+        raise UserError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
     text = {name: found for name in file.methods if (found := text_layer(name))}
     network = _only(file, file.methods.keys() - text.keys())
     tensors: dict[str, Tensor] = {}
@@ -135,7 +136,7 @@ def _only(file: LoraFile, names: Set[str]) -> LoraFile:
 def _network(file: LoraFile, layout: str) -> dict[str, Tensor]:
     """Return the network's layers in `layout`, as far as their names tell what they are."""
     if layout == "diffusers":
-        raise ValueError(f"{file.name}: diffusers names layers its own way; {GIVE_BASE}")
+        raise UserError(f"{file.name}: diffusers names layers its own way; {GIVE_BASE}")
     tensors: dict[str, Tensor] = {}
     for name in file.methods:
         new = spelled(PREFIXES[layout], _path_in(file.name, name, layout))
@@ -148,25 +149,25 @@ def _network(file: LoraFile, layout: str) -> dict[str, Tensor]:
 def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the network's layers in `layout`, with the names of a base of these shapes; keys left out.
 
-    Raises ValueError for a name that ComfyUI's loader would not find in its own table, where the layout is
+    Raises UserError for a name that ComfyUI's loader would not find in its own table, where the layout is
     one of its own.
     """
     own = network_shapes(shapes)
     if layout in ("kohya", "native") and in_diffusers_names(own):
-        raise ValueError(
+        raise UserError(
             f"{file.name}: the base is stored under diffusers' names; give one under ComfyUI's (--base; base "
             "on the node)."
         )
     matched = match_weights(file, shapes)
     factors = {f"{name}.{suffix}" for name, layer in file.layers.items() for suffix in layer.tensors}
     if missing := [key for key in matched.left_out if key in factors]:
-        raise ValueError(f"{file.name}: the base has no layer for {', '.join(missing)}.")
+        raise UserError(f"{file.name}: the base has no layer for {', '.join(missing)}.")
     architecture = architecture_of(own)
     layers = {network_path(key): layer for key, layer in matched.layers.items()}
     tensors: dict[str, Tensor] = {}
     if layout == "diffusers":
         if not architecture.diffusers:
-            raise ValueError(
+            raise UserError(
                 f"{file.name}: Graft does not know what diffusers calls the layers of this base; use peft."
             )
         flat = {path: layer.tensors for path, layer in layers.items()}
@@ -175,7 +176,7 @@ def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, 
         tensors |= _spelled(spelled(PREFIXES[layout], path), layer, layout, architecture)
     for name, target in [*((part.name, part.target) for part in matched.whole), *matched.others.items()]:
         if target.swapped or target.rows != shapes[target.key][0]:
-            raise ValueError(
+            raise UserError(
                 f"{file.name}: {name} is a part of {target.key}; {file.methods[name]} cannot be put together."
             )
         new = spelled(PREFIXES.get(layout, architecture.diffusers), network_path(target.key))
@@ -183,7 +184,7 @@ def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, 
     if layout in ("kohya", "native"):
         known = comfy_names(own)
         if unknown := sorted({split_key(key)[0] for key in tensors} - known.keys()):
-            raise ValueError(f"{file.name}: ComfyUI's loader does not know {', '.join(unknown[:3])}.")
+            raise UserError(f"{file.name}: ComfyUI's loader does not know {', '.join(unknown[:3])}.")
     return tensors, dict(matched.left_out)
 
 
@@ -193,7 +194,7 @@ def _path_in(file: str, name: str, layout: str) -> str:
         return name.removeprefix("lora_unet_")
     path = own_path(name, flat=layout == "kohya")
     if path is None or (name.startswith(FLAT_PREFIXES) and layout != "kohya"):
-        raise ValueError(
+        raise UserError(
             f"{file}: {name}: which layer of the model that is cannot be told from the name; {GIVE_BASE}"
         )
     return path
@@ -224,7 +225,7 @@ def _spelled(
         return peft_tensors(tensors, parts, "")
     elif layout != "native":
         instead = "" if layer.algorithm == "dora" else ", or make a LoRA of it with resize"
-        raise ValueError(
+        raise UserError(
             f"{layer.name}: {layout} has no place for {layer.title} in this form; keep kohya or "
             f"native{instead}."
         )
@@ -234,7 +235,7 @@ def _spelled(
 def _renamed(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tensor]:
     """Return what a layer holds beside factors, its tensors as they are, under another name.
 
-    Raises ValueError where the programs that read the layout do not know its method.
+    Raises UserError where the programs that read the layout do not know its method.
     """
     tensors, method = dict(file.whole.get(name, {})), "whole differences"
     tensors = {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
@@ -242,7 +243,7 @@ def _renamed(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tens
         tensors, method = dict(other.tensors), other.method
     layouts = ("peft",) if method.endswith("(PEFT)") else ("kohya", "native")
     if tensors and layout not in layouts:
-        raise ValueError(f"{name}: {layout} has no place for {method}; choose {' or '.join(layouts)}.")
+        raise UserError(f"{name}: {layout} has no place for {method}; choose {' or '.join(layouts)}.")
     return {new + key.removeprefix(name): tensor for key, tensor in tensors.items()}
 
 

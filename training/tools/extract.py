@@ -13,6 +13,7 @@ from ..files.lora.metadata import write_lora
 from ..files.tensor_file import TensorFile
 from ..memory.precision import DTYPES
 from ..model import OnProgress, no_progress
+from ..user_error import UserError
 from .checkpoint import kohya_prefix, places
 from .files import check_output, left_out_lines
 from .low_rank import best_factors, check_size
@@ -31,20 +32,20 @@ def extract(
     """Return a kohya LoRA whose products are the best approximations of tuned - base, with alpha = rank, and
     the keys whose difference no LoRA can hold (biases, norms, the VAE).
 
-    Two weights are read at a time; `device` computes. Raises ValueError when the models differ in shape,
+    Two weights are read at a time; `device` computes. Raises UserError when the models differ in shape,
     share no weight, or do not differ at all.
     """
     check_size(rank, energy)
     shared = [key for key in base if key in tuned]
     if not shared:
-        raise ValueError("the two models have no weight in common; give two checkpoints of the same kind.")
+        raise UserError("the two models have no weight in common; give two checkpoints of the same kind.")
     tensors: dict[str, Tensor] = {}
     left_out: list[str] = []
     for number, key in enumerate(shared):
         on_progress(number, len(shared), key)
         before, after = base[key], tuned[key]
         if before.shape != after.shape:
-            raise ValueError(
+            raise UserError(
                 f"{key}: shape {tuple(before.shape)} in the base and {tuple(after.shape)} in the tuned model."
             )
         if not before.is_floating_point() or torch.equal(before, after.to(before.dtype)):
@@ -54,7 +55,7 @@ def extract(
             left_out.append(key)
         difference = after.to(device, torch.float32) - before.to(device, torch.float32)
         if not bool(torch.isfinite(difference).all()):
-            raise ValueError(f"{key}: holds values that are no numbers in one of the models; it is damaged.")
+            raise UserError(f"{key}: holds values that are no numbers in one of the models; it is damaged.")
         for place in layers:
             name = kohya_prefix(place.part, shared) + place.path.replace(".", "_")
             part = difference[place.first : place.first + place.rows]
@@ -67,7 +68,7 @@ def extract(
             tensors[f"{name}.lora_down.weight"] = down.reshape(-1, *part.shape[1:]).to("cpu", dtype)
             tensors[f"{name}.alpha"] = torch.tensor(float(up.shape[1]))
     if not tensors:
-        raise ValueError("the two models do not differ in any weight that a LoRA could hold.")
+        raise UserError("the two models do not differ in any weight that a LoRA could hold.")
     return tensors, left_out
 
 

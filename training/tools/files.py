@@ -7,18 +7,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..files.lora.match import by_reason
+from ..user_error import UserError
 
 
 def check_output(output: Path, inputs: Iterable[Path]) -> None:
-    """Raise ValueError unless `output` is a .safetensors file other than the files that are read."""
+    """Raise UserError unless `output` is a .safetensors file other than the files that are read."""
     if output.suffix != ".safetensors":
-        raise ValueError(f"{output.name}: the result is a .safetensors file; let its name end in that.")
+        raise UserError(f"{output.name}: the result is a .safetensors file; let its name end in that.")
     if output.is_dir():
-        raise ValueError(f"{output.name}: there is a folder of that name; choose another name.")
+        raise UserError(f"{output.name}: there is a folder of that name; choose another name.")
     for path in inputs:
         same_place = os.path.realpath(output) == os.path.realpath(path)
         if same_place or (output.exists() and path.exists() and output.samefile(path)):
-            raise ValueError(
+            raise UserError(
                 f"{output.name}: the result would replace the file it is made of; choose another name."
             )
 

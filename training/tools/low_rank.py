@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.pissa import decomposable, principal
+from ..user_error import UserError
 
 
 def best_factors(
@@ -30,7 +31,7 @@ def best_of_product(
 ) -> tuple[Tensor, Tensor]:
     """As `best_factors(up @ down)`, at the cost of the factors' own rank: the product is never formed.
 
-    Raises ValueError where that has numbers too large for float32.
+    Raises UserError where that has numbers too large for float32.
     """
     q_up, r_up = torch.linalg.qr(decomposable(up))
     q_down, r_down = torch.linalg.qr(decomposable(down).T)
@@ -41,18 +42,18 @@ def best_of_product(
 
 
 def check_size(rank: int | None, energy: float | None) -> None:
-    """Raise ValueError unless a rank of at least 1, or an energy above 0 and up to 1, is given."""
+    """Raise UserError unless a rank of at least 1, or an energy above 0 and up to 1, is given."""
     if rank is None and energy is None:
-        raise ValueError("give a rank, or the share of the energy to keep, such as 0.95.")
+        raise UserError("give a rank, or the share of the energy to keep, such as 0.95.")
     if rank is not None and rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}.")
+        raise UserError(f"rank must be at least 1, got {rank}.")
     if energy is not None and not 0 < energy <= 1:
-        raise ValueError(f"energy must be above 0 and at most 1, got {energy}; 0.95 keeps most of it.")
+        raise UserError(f"energy must be above 0 and at most 1, got {energy}; 0.95 keeps most of it.")
 
 
 def _require_finite(matrix: Tensor) -> None:
     if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("its difference holds infinite numbers or NaN; it cannot be resized.")
+        raise UserError("its difference holds infinite numbers or NaN; it cannot be resized.")
 
 
 def _kept(s: Tensor, rank: int | None, energy: float | None) -> int:

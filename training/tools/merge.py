@@ -29,6 +29,7 @@ from ..files.lora.peft import swap_halves
 from ..files.lora.read import LoraFile, LoraLayer, read_lora
 from ..files.tensor_file import TensorFile, as_bytes, write_streaming
 from ..model import OnProgress, no_progress
+from ..user_error import UserError
 from .checkpoint import match_weights
 from .files import check_output, left_out_lines
 
@@ -36,11 +37,11 @@ ATTACHMENT = "graft_merged"
 METADATA = "graft_merged"
 
 
-class AlreadyMerged(ValueError):
+class AlreadyMerged(UserError):
     """The LoRA is in these weights already."""
 
 
-class NotMerged(ValueError):
+class NotMerged(UserError):
     """The LoRA is not in these weights."""
 
 
@@ -54,7 +55,7 @@ def merge_files(
     """Write the checkpoint `base` with each (LoRA, strength) in it, in this order; return a report.
 
     At any time one weight is in memory, and the LoRAs. Weights without one, and all metadata, are copied byte
-    for byte. Raises AlreadyMerged when the metadata name a LoRA, ValueError for files that do not fit.
+    for byte. Raises AlreadyMerged when the metadata name a LoRA, UserError for files that do not fit.
     """
     check_output(output, [base, *(path for path, _ in loras)])
     weights = TensorFile(base)
@@ -92,7 +93,7 @@ def merge_files(
         for change in changes[name]:
             weight = change(weight, name)
         if not bool(torch.isfinite(weight).all()) and bool(torch.isfinite(before).all()):
-            raise ValueError(
+            raise UserError(
                 f"{name}: the result is too large for {weight.dtype}; merge at a lower strength, or into a "
                 "base of bf16 or fp32 weights."
             )
@@ -104,14 +105,14 @@ def merge_files(
 
 
 def _history_of(metadata: Mapping[str, str], base: str) -> list[dict[str, Any]]:
-    """Return the LoRAs that a checkpoint's metadata list as merged. Raises ValueError for any other value."""
+    """Return the LoRAs that a checkpoint's metadata list as merged. Raises UserError for any other value."""
     text = metadata.get(METADATA, "[]")
     try:
         history = parse_json(text)
         if not isinstance(history, list) or not all(isinstance(e, dict) and "digest" in e for e in history):
-            raise ValueError("not a list of entries with a digest")
-    except ValueError as error:
-        raise ValueError(
+            raise UserError("not a list of entries with a digest")
+    except UserError as error:
+        raise UserError(
             f"{base}: {METADATA} in its metadata should list the LoRAs merged before, but is {text[:60]!r} "
             f"({error}). Choose the checkpoint as it was before merging, or remove {METADATA}."
         ) from error
@@ -119,9 +120,9 @@ def _history_of(metadata: Mapping[str, str], base: str) -> list[dict[str, Any]]:
 
 
 def check_strength(strength: float) -> None:
-    """Raise ValueError unless a strength is a number."""
+    """Raise UserError unless a strength is a number."""
     if not math.isfinite(strength):
-        raise ValueError(f"strength: {strength} is no number to multiply by; 1 is as trained.")
+        raise UserError(f"strength: {strength} is no number to multiply by; 1 is as trained.")
 
 
 Change = Callable[[Tensor, str], Tensor]
@@ -134,7 +135,7 @@ def changes_of(
     """Return what a LoRA does to weights, by their keys, and the keys of the file that are left out.
 
     As ComfyUI's loader: a whole difference of a bias comes beside the factors of its weight. Raises
-    ValueError for one that does not have its weight's shape.
+    UserError for one that does not have its weight's shape.
     """
     changes: list[tuple[str, Change]] = [
         (key, partial(_with_layer, layer=layer, strength=strength)) for key, layer in matched.layers.items()
@@ -151,7 +152,7 @@ def changes_of(
             first, rows = (0, shapes[key][0]) if is_bias else (target.first, target.rows)
             expected, found = (rows, *shapes[key][1:]), tuple(part.tensors[suffix].shape)
             if found != expected:
-                raise ValueError(
+                raise UserError(
                     f"{matched.file}: {part.name}.{suffix}: shape {found}, but {key} has {expected}; choose "
                     "the base that the file was trained on."
                 )
@@ -187,7 +188,7 @@ def _with_layer(weight: Tensor, name: str, *, layer: LoraLayer, strength: float)
 def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: str = "weight") -> Tensor:
     """Return one weight with `strength` times a LoRA's difference, in its dtype; as ComfyUI's loader does.
 
-    Raises ValueError for a weight of 8 bits, in which a small difference is lost.
+    Raises UserError for a weight of 8 bits, in which a small difference is lost.
     """
     base = _precise(weight, name)
     moved = base + layer.product().reshape(weight.shape)
@@ -204,7 +205,7 @@ def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name:
 def _precise(weight: Tensor, name: str) -> Tensor:
     """Return a copy of a weight in float32."""
     if not weight.is_floating_point() or weight.itemsize < 2:
-        raise ValueError(
+        raise UserError(
             f"{name}: a weight of type {weight.dtype} would round the LoRA away; use a bf16 or fp16 base."
         )
     return weight.to(torch.float32, copy=True)
@@ -215,7 +216,7 @@ def _require_computable(file: LoraFile, matched: Matched) -> None:
         return
     methods = Counter(file.others[name].method for name in matched.others)
     kinds = ", ".join(f"{count} of {method}" for method, count in methods.items())
-    raise ValueError(
+    raise UserError(
         f"{file.name}: {len(matched.others)} of {len(file.methods)} layers cannot be merged into a file: "
         f"{kinds} ({', '.join(list(matched.others)[:3])}, ...). In a graph, Merge LoRA applies what ComfyUI "
         "knows of them, and Save Checkpoint writes it."

@@ -18,6 +18,7 @@ from ..files.lora.metadata import write_lora
 from ..files.lora.names import FLAT_PREFIXES
 from ..files.lora.read import LoraFile, LoraLayer, read_lora, rounded
 from ..memory.precision import DTYPES
+from ..user_error import UserError
 from .extract import size_line, size_metadata
 from .files import check_output
 from .low_rank import best_factors, best_of_product, check_size
@@ -32,18 +33,18 @@ def resize(
 ) -> dict[str, Tensor]:
     """Return the file's layers as LoRAs of at most `rank`, or that keep `energy` of each; alpha = rank.
 
-    A layer whose rank is small enough already keeps it. Raises ValueError for a size that cannot be.
+    A layer whose rank is small enough already keeps it. Raises UserError for a size that cannot be.
     """
     check_size(rank, energy)
     if not file.layers and not any(_is_matrix(whole) for whole in file.whole.values()):
         methods = ", ".join(sorted(set(file.methods.values())))
-        raise ValueError(f"{file.name}: nothing in it has a rank to lower; it holds {methods}.")
+        raise UserError(f"{file.name}: nothing in it has a rank to lower; it holds {methods}.")
     tensors = kept(file)
     for name, layer in file.layers.items():
         try:
             up, down = _resized(layer, rank, energy)
-        except ValueError as error:
-            raise ValueError(f"{file.name}: {name}: {error}") from error
+        except UserError as error:
+            raise UserError(f"{file.name}: {name}: {error}") from error
         tensors |= _written(name, up, down, layer.magnitude, dtype)
     for name, whole in file.whole.items():
         if _is_matrix(whole):

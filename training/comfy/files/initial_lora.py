@@ -35,7 +35,7 @@ class Start:
 def start_of(denoiser: ComfyDenoiser, config: AdapterConfig) -> Start:
     """Find the layers of `config.start_from` in the model.
 
-    Raises ValueError when the file is not there, not sound, or made for another kind of model.
+    Raises UserError when the file is not there, not sound, or made for another kind of model.
     """
     file = read_lora(lora_file_path(config.start_from))
     matched = match_layers(file, denoiser.specs, denoiser.family)
@@ -50,7 +50,7 @@ def first_state(
     """Return step 0 of a run that starts from `config.start_from`, kept in output/graft/starts, and lines
     that list what of the file is not trained; None where the settings name no file.
 
-    Raises ValueError when the file cannot be brought to the settings, and says what to set.
+    Raises UserError when the file cannot be brought to the settings, and says what to set.
     """
     if not config.start_from:
         return None, []

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from ...data.roots import is_inside, yaml_lines
 from ...job.read import DATASETS, Job, read_job
+from ...user_error import UserError
 from .paths import dataset_roots
 
 SUFFIXES = (".yaml", ".yml")
@@ -21,7 +22,7 @@ def job_files() -> list[str]:
 def load_job(name: str) -> Job:
     """Read the job file called `name`; its datasets are named as Load Dataset names them.
 
-    Raises ValueError for a file that is not there or lies elsewhere, and for a dataset that does.
+    Raises UserError for a file that is not there or lies elsewhere, and for a dataset that does.
     """
     job = read_job(job_file(name))
     names = {folder.name: _dataset_name(folder) for folder in job.folders.get(DATASETS, ())}
@@ -35,7 +36,7 @@ def load_job(name: str) -> Job:
 
 
 def job_file(name: str) -> Path:
-    """Return the path of a job file. Raises ValueError unless it lies in a folder that may be read."""
+    """Return the path of a job file. Raises UserError unless it lies in a folder that may be read."""
     parts = PurePosixPath(name.strip().replace("\\", "/")).parts
     if parts and ".." not in parts and "\0" not in name and name.endswith(SUFFIXES):
         for root in dataset_roots():
@@ -43,7 +44,7 @@ def job_file(name: str) -> Path:
             if path.is_file() and is_inside(path, root):
                 return path
     roots = " or ".join(str(root) for root in dataset_roots()[:1])
-    raise ValueError(f"job file {name!r} not found; put a .yaml file into {roots} and choose it.")
+    raise UserError(f"job file {name!r} not found; put a .yaml file into {roots} and choose it.")
 
 
 def _files(root: Path) -> Iterator[str]:
@@ -57,7 +58,7 @@ def _dataset_name(folder: Path) -> str:
         if is_inside(folder, root):
             inside = folder.resolve().relative_to(root.resolve()).as_posix()
             return inside if number == 0 else f"{root.name}/{inside}".removesuffix("/.")
-    raise ValueError(
+    raise UserError(
         f"datasets: {folder} lies outside the folders that may be read. Register it with these lines in "
         f"extra_model_paths.yaml (in ComfyUI's folder; then restart ComfyUI):\n{yaml_lines(folder)}"
     )

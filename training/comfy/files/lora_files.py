@@ -24,6 +24,7 @@ from ...tools.files import left_out_lines
 from ...tools.inspect import inspect, text
 from ...tools.merge import check_strength, digest, merge_files, merge_model, unmerge_model
 from ...tools.resize import resize_file
+from ...user_error import UserError
 from ..model.loading import model_path
 from ..run.session import progress_bar
 from .paths import checkpoint_path, diffusers_path, lora_file_path, lora_path
@@ -48,7 +49,7 @@ def merge_lora(
 ) -> tuple[Any, Any, str]:
     """Return clones of MODEL and CLIP (or None) with the LoRA in them, and a report.
 
-    Raises AlreadyMerged when it is in the MODEL, ValueError for a file that is not sound or fits nothing.
+    Raises AlreadyMerged when it is in the MODEL, UserError for a file that is not sound or fits nothing.
     """
     for strength in (strength_model, strength_clip):
         check_strength(strength)
@@ -63,7 +64,7 @@ def merge_lora(
     tensors = comfy.lora_convert.convert_lora(dict(TensorFile(path)))
     patches = comfy.lora.load_lora(dict(tensors), names, log_missing=False)
     if not patches:
-        raise ValueError(
+        raise UserError(
             f"{name}: no key fits this model ({next(iter(tensors))}, ...); was it made for another?"
         )
     merged = merge_model(model, patches, digest(file), name, strength=strength_model)
@@ -153,7 +154,7 @@ def _more_names(file: LoraFile, weights: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _require_fit(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError for a layer that has not its weight's shape: ComfyUI logs it and patches nothing."""
+    """Raise UserError for a layer that has not its weight's shape: ComfyUI logs it and patches nothing."""
     for name in (name for name in file.methods if name in names):
         key, rows = names[name][:2] if isinstance(names[name], tuple) else (names[name], None)
         if key not in weights or not weights[key].is_floating_point():  # packed ones have shapes of their own
@@ -165,7 +166,7 @@ def _require_fit(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str,
         if name in file.layers:
             found, expected = [file.layers[name].shape], (shape[0], math.prod(shape[1:]))
         if found and found[0] != expected:
-            raise ValueError(
+            raise UserError(
                 f"{file.name}: {name}: made for a weight of shape {found[0]}, but {key} has {expected}; "
                 "choose the base that the file was trained on."
             )

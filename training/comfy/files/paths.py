@@ -10,6 +10,7 @@ import folder_paths
 from ... import distributed
 from ...data.roots import KIND
 from ...files.text import require_letters, shown
+from ...user_error import UserError
 
 
 def dataset_roots() -> list[Path]:
@@ -39,7 +40,7 @@ def cache_folder() -> Path:
 def lora_path(name: str) -> Path:
     """Return the file output/loras/<name>.safetensors, which ComfyUI's Load LoRA lists.
 
-    Raises ValueError for a name that is empty or leaves that folder.
+    Raises UserError for a name that is empty or leaves that folder.
     """
     return _inside(Path(folder_paths.get_output_directory()) / "loras", name, "file name", ".safetensors")
 
@@ -47,7 +48,7 @@ def lora_path(name: str) -> Path:
 def diffusers_path(name: str) -> Path:
     """Return the file output/diffusers/<name>.safetensors: a LoRA under names that Load LoRA does not read.
 
-    Raises ValueError for a name that is empty or leaves that folder.
+    Raises UserError for a name that is empty or leaves that folder.
     """
     return _inside(_diffusers_folder(), name, "file name", ".safetensors")
 
@@ -66,7 +67,7 @@ def lora_file_names() -> list[str]:
 
 
 def lora_file_path(name: str) -> Path:
-    """Return the file that `lora_file_names` gives. Raises ValueError when it is not there."""
+    """Return the file that `lora_file_names` gives. Raises UserError when it is not there."""
     if name.startswith(_IN_DIFFUSERS) and folder_paths.get_full_path("loras", name) is None:
         path = diffusers_path(name.removeprefix(_IN_DIFFUSERS))
         if path.is_file():
@@ -81,7 +82,7 @@ _IN_DIFFUSERS = "output/diffusers/"
 def checkpoint_path(name: str) -> Path:
     """Return the file output/checkpoints/<name>.safetensors, which ComfyUI's Load Checkpoint lists.
 
-    Raises ValueError for a name that is empty or leaves that folder.
+    Raises UserError for a name that is empty or leaves that folder.
     """
     root = Path(folder_paths.get_output_directory()) / "checkpoints"
     return _inside(root, name, "file name", ".safetensors")
@@ -93,18 +94,18 @@ def listed(kind: str) -> list[str]:
 
 
 def listed_file(kinds: Sequence[str], name: str) -> Path:
-    """Return a file that `listed` names under one of `kinds`. Raises ValueError when it is not there."""
+    """Return a file that `listed` names under one of `kinds`. Raises UserError when it is not there."""
     for kind in kinds:
         found = folder_paths.get_full_path(kind, name)
         if found is not None:
             return Path(found)
-    raise ValueError(
+    raise UserError(
         f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page."
     )
 
 
 def run_folder(name: str, key: str) -> Path:
-    """Return output/graft/<name>-<key>. Raises ValueError for a name that leaves output/graft."""
+    """Return output/graft/<name>-<key>. Raises UserError for a name that leaves output/graft."""
     return _inside(graft_folder(), f"{name}-{key}", "run name", "")
 
 
@@ -114,12 +115,12 @@ def run_name(folder: Path) -> str:
 
 
 def existing_run(run: str) -> Path:
-    """Return the folder of the run that `run_name` names. Raises ValueError for a name that leads out."""
+    """Return the folder of the run that `run_name` names. Raises UserError for a name that leads out."""
     return _inside(graft_folder(), run, "run", "")
 
 
 def state_folder(name: str) -> Path:
-    """Return output/graft/states/<name>. Raises ValueError for a name that leaves that folder."""
+    """Return output/graft/states/<name>. Raises UserError for a name that leaves that folder."""
     return _inside(graft_folder() / "states", name, "state name", "")
 
 
@@ -138,15 +139,15 @@ def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
     parts = clean.split("/")
     for text, most in ((clean, LONGEST_PATH), *((part, LONGEST) for part in parts)):
         if len(text.encode()) > most:
-            raise ValueError(f"{what}: {text[:40]!r}... is too long; {most} bytes are the most.")
+            raise UserError(f"{what}: {text[:40]!r}... is too long; {most} bytes are the most.")
     for part in parts:
         if part.partition(".")[0].strip().lower() in RESERVED:
-            raise ValueError(f"{what}: Windows knows no file called {part!r}; choose another name.")
+            raise UserError(f"{what}: Windows knows no file called {part!r}; choose another name.")
     if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
-        raise ValueError(
+        raise UserError(
             f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders."
         )
     path = root.joinpath(*parts[:-1], parts[-1] + suffix)
     if not path.resolve().is_relative_to(root.resolve()):
-        raise ValueError(f"{what}: {name!r} leads out of {root}; choose a name inside it.")
+        raise UserError(f"{what}: {name!r} leads out of {root}; choose a name inside it.")
     return path

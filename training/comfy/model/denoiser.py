@@ -21,6 +21,7 @@ from ...memory.activation_checkpointing import repeated_blocks
 from ...memory.weight_store import Store
 from ...model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
 from ...network.frozen_layer import LayerSpec
+from ...user_error import UserError
 from ..versions import training_mode
 from . import weights
 from .device import free_bytes, supported_dtypes
@@ -131,11 +132,11 @@ class ComfyDenoiser:
     def scale_latents(self, latents: Tensor) -> Tensor:
         """Return them as the model's own latent format scales them.
 
-        Raises ValueError for those of another kind of VAE: without the frames that this model takes, say.
+        Raises UserError for those of another kind of VAE: without the frames that this model takes, say.
         """
         kind = LATENTS[self.model.latent_format.latent_dimensions]
         if latents.ndim != len(kind):
-            raise ValueError(
+            raise UserError(
                 f"{self.family.name} takes latents of ({', '.join(kind)}), but these have the shape "
                 f"{tuple(latents.shape)}: encode the dataset with the VAE that belongs to the model."
             )
@@ -225,12 +226,12 @@ def concatenated(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def require_plain(patcher: Any, what: str) -> None:
-    """Raise ValueError for a MODEL or CLIP that ComfyUI changes only while it samples or encodes."""
+    """Raise UserError for a MODEL or CLIP that ComfyUI changes only while it samples or encodes."""
     names = [*getattr(patcher, "injections", {})]
     if getattr(patcher, "forced_hooks", None) is not None:
         names.append("hooks")
     if names:
-        raise ValueError(
+        raise UserError(
             f"the {what} carries {', '.join(map(str, names))}, which ComfyUI applies only while it runs the "
             f"{what} itself: connect it as it is before that node; a LoRA by Load LoRA, not by its bypass or "
             "hook variants."

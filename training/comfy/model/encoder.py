@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...family import Family
 from ...model import Conditioning
+from ...user_error import UserError
 from .denoiser import require_plain
 from .fingerprint import fingerprint
 
@@ -20,12 +21,12 @@ class ComfyEncoder:
 
     def __init__(self, vae: Any, clip: Any, family: Family) -> None:
         if clip is None:
-            raise ValueError(
+            raise UserError(
                 "no text encoder: this checkpoint holds none; choose text encoder files in Load Base Model, "
                 "or connect a CLIP loader."
             )
         if vae is None or vae.first_stage_model is None:
-            raise ValueError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")
+            raise UserError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")
         require_plain(clip.patcher, "CLIP")
         self.vae, self.clip = vae, clip
         self.bucket_step = family.bucket_step

@@ -15,6 +15,7 @@ import folder_paths
 from ...files.tensor_file import TensorFile
 from ...job.graph import FROM_CHECKPOINT
 from ...memory.precision import DTYPES
+from ...user_error import UserError
 from ..files.paths import listed, listed_file
 from .fingerprint import FileDigests, remember
 
@@ -63,7 +64,7 @@ def model_files() -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the file that `model_files` names. Raises ValueError when it is not there."""
+    """Return the file that `model_files` names. Raises UserError when it is not there."""
     return listed_file(("checkpoints", "diffusion_models"), name)
 
 
@@ -78,7 +79,7 @@ def vae_files() -> list[str]:
 def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
     """Return (MODEL, CLIP, VAE); CLIP and VAE are None where neither the checkpoint nor a file gives one.
 
-    Names are relative to ComfyUI's model folders. Raises ValueError naming the file for anything that is not
+    Names are relative to ComfyUI's model folders. Raises UserError naming the file for anything that is not
     a readable .safetensors base model.
     """
     path = model_path(model)
@@ -102,7 +103,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
             )
             clip = own_vae = None
     if patcher is None:
-        raise ValueError(
+        raise UserError(
             f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
         )
     if clip is not None and not hasattr(clip, "tokenizer"):
@@ -149,10 +150,10 @@ READ_AHEAD = 1 << 24
 def require_safetensors(path: Path) -> TensorFile:
     """Return a .safetensors file, its header read and checked, no tensor loaded.
 
-    Raises ValueError for pickles, truncated files, oversized headers, offsets that overlap or leave the file.
+    Raises UserError for pickles, truncated files, oversized headers, offsets that overlap or leave the file.
     """
     if path.suffix not in (".safetensors", ".sft"):  # by which ComfyUI decides how to open a file
-        raise ValueError(
+        raise UserError(
             f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code "
             "when opened. Convert it to .safetensors first."
         )
@@ -164,7 +165,7 @@ def _load(names: str, what: str, load: Any) -> Any:
         return load()
     except (RuntimeError, KeyError, ValueError, AttributeError, TypeError) as error:
         said = str(error).strip()
-        raise ValueError(
+        raise UserError(
             f"{names}: ComfyUI cannot load this as {what} ({said}); choose another in Load Base Model."
         ) from error
 
@@ -172,12 +173,12 @@ def _load(names: str, what: str, load: Any) -> Any:
 def clip_type(config: type) -> Any:
     """Return the CLIPType of text encoder files for a class of ComfyUI's model configs.
 
-    A ComfyUI that lacks it tells these encoders by their weights alone. Raises ValueError for other classes:
+    A ComfyUI that lacks it tells these encoders by their weights alone. Raises UserError for other classes:
     another type would give other encodings than the model is sampled with.
     """
     found = [CLIP_TYPES[base.__name__] for base in config.__mro__ if base.__name__ in CLIP_TYPES]
     if not found:
-        raise ValueError(
+        raise UserError(
             f"{config.__name__}: Load Base Model does not know how its text encoders are loaded. Leave them "
             f"at {FROM_CHECKPOINT!r} here, and load them with ComfyUI's own loader."
         )
@@ -207,6 +208,6 @@ def _load_vae(name: str) -> Any:
     digests = FileDigests(path)
     vae = _load(name, "a VAE", lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
     if vae.first_stage_model is None:
-        raise ValueError(f"{name}: not a VAE that ComfyUI recognises.")
+        raise UserError(f"{name}: not a VAE that ComfyUI recognises.")
     remember(vae.first_stage_model, digests)
     return vae

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...files.tensor_file import FORMATS
 from ...model import Batch
+from ...user_error import UserError
 from .denoiser import ComfyDenoiser
 from .loading import require_safetensors
 from .weights import FLOAT8
@@ -50,14 +51,14 @@ TEXTS: Mapping[str, Text] = {
 def outline(path: Path) -> ComfyDenoiser:
     """Return the model in a .safetensors file without its weights.
 
-    Raises ValueError for files that are not a base model.
+    Raises UserError for files that are not a base model.
     """
     shapes = _shapes(path)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(shapes)
     prefix = prefix if any(key.startswith(prefix) for key in shapes) else ""  # of diffusion_models
     config = comfy.model_detection.model_config_from_unet(shapes, prefix)
     if config is None:
-        raise ValueError(f"{path.name}: not a base model that ComfyUI recognises; give its own file.")
+        raise UserError(f"{path.name}: not a base model that ComfyUI recognises; give its own file.")
     config.set_inference_dtype(torch.bfloat16, None)
     model = config.get_model(shapes, prefix, device=torch.device("meta"))
     _without_numbers(model.diffusion_model)
@@ -69,11 +70,11 @@ def outline(path: Path) -> ComfyDenoiser:
 def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) -> Batch:
     """Return `size` samples of width x height pixels with long captions, to plan for.
 
-    Raises ValueError for families whose captions are not known here.
+    Raises UserError for families whose captions are not known here.
     """
     name = denoiser.family.name
     if name not in TEXTS:
-        raise ValueError(
+        raise UserError(
             f"{name} cannot be planned for without its text encoder; the families are {', '.join(TEXTS)}. "
             "The Memory Plan node plans for any model."
         )

@@ -18,6 +18,7 @@ from ...family import TEXT, Family
 from ...memory.weight_store import Store
 from ...model import Conditioning
 from ...network.frozen_layer import FrozenLayer, LayerSpec
+from ...user_error import UserError
 from . import weights
 from .differentiable import differentiable
 
@@ -29,7 +30,7 @@ class TextEncoders:
 
     def __init__(self, clip: Any, family: Family) -> None:
         if not family.text_encoders:
-            raise ValueError(
+            raise UserError(
                 f"text_encoder: {family.name} has no CLIP text encoder to train; set text_encoder to 0 in "
                 "Build LoRA."
             )
@@ -38,7 +39,7 @@ class TextEncoders:
         found = {name: getattr(self.model, name, None) for name in family.text_encoders}
         self.encoders: dict[str, nn.Module] = {name: e for name, e in found.items() if e is not None}
         if next(iter(family.text_encoders)) not in self.encoders:
-            raise ValueError(
+            raise UserError(
                 f"text_encoder: this CLIP has no {next(iter(family.text_encoders))}, without which ComfyUI "
                 "does not load a LoRA of the text encoders; load it too, or set text_encoder to 0 in Build "
                 "LoRA."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 from PIL import Image
 
 from ...family import Family, family_named
+from ...log import log
 from ...model import OnProgress
 from ...run.drawing import Column, loss_plot, sample_grid
 from ...run.execute import run_of, states_up_to
 from ...run.saved_state import StateHandle
 from ...state import best_step
+from ...user_error import UserError
 from .samples import SamplePrompts, pictures
-
-log = logging.getLogger(__name__)
 
 LARGEST_PICTURE = 512
 """Height in pixels of a picture in the grid; larger ones are reduced to it."""
@@ -26,10 +25,10 @@ STRONGEST = 10.0
 
 
 def plot(handle: StateHandle) -> Image.Image:
-    """Draw the losses of a state's run up to it. Raises ValueError before the first step."""
+    """Draw the losses of a state's run up to it. Raises UserError before the first step."""
     state = handle.load()
     if not state.losses:
-        raise ValueError("Loss Plot: this state has no step yet; train it first.")
+        raise UserError("Loss Plot: this state has no step yet; train it first.")
     best = best_step(state.validations)
     lowest = min((loss for _, loss in state.validations), default=math.nan)
     subtitle = f"{state.step} steps, {state.family}"
@@ -38,13 +37,13 @@ def plot(handle: StateHandle) -> Image.Image:
 
 
 def parse_strengths(text: str) -> tuple[float, ...]:
-    """Return "0.5, 1" as numbers. Raises ValueError for anything else."""
+    """Return "0.5, 1" as numbers. Raises UserError for anything else."""
     try:
         found = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         found = ()
     if not found or not all(abs(strength) <= STRONGEST for strength in found):
-        raise ValueError(
+        raise UserError(
             f"strengths: {text!r} are not numbers between -{STRONGEST:g} and {STRONGEST:g} with commas "
             "between them, as in 0.5, 1.0."
         )
@@ -70,7 +69,7 @@ def checkpoint_grid(
     """
     handles = evenly(states_up_to(handle), checkpoints)
     for note in plan.notes(family):
-        log.warning("Graft: %s", note)
+        log.warning("%s", note)
     plan = plan.of(family)
     total = len(handles) * len(strengths) * len(plan.prompts)
     rows: list[str] = []

@@ -84,7 +84,7 @@ class GraphRun:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the run is kept. Raises ValueError for a name that cannot be one."""
+        """Where the run is kept. Raises UserError for a name that cannot be one."""
         key = run_key(self.denoiser, self.dataset, self.config, self.start, self.validation)
         return paths.run_folder(self.name, key)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -18,14 +17,13 @@ from typing import Any
 
 from aiohttp import web
 
+from ...log import log as logger
 from ...run.queued import settings_of
 from ...run.run_log import read_entries
 from ..files import paths
 from ..versions import running_server
 from .session import known_runs, request_finish
 from .shown_run import added_inputs, shown_runs
-
-logger = logging.getLogger(__name__)
 
 SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
 CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
@@ -41,7 +39,7 @@ def add_routes() -> None:
             other = Path(inspect.getfile(route.handler)).resolve()
             if other != Path(__file__).resolve():
                 logger.error(
-                    "Graft: it is installed twice, in %s and in %s. The nodes of one do not go with the "
+                    "it is installed twice, in %s and in %s. The nodes of one do not go with the "
                     "other's chart and Finish: remove one of these folders and restart ComfyUI.",
                     *(file.parents[3] for file in (other, Path(__file__).resolve())),
                 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,14 +25,14 @@ from PIL.PngImagePlugin import PngInfo
 from ...data.caption import LONGEST, literal
 from ...family import Family
 from ...files.whole_file import whole_file
+from ...log import log
 from ...loop import STOP, OnStep, Progress
 from ...memory.placement import is_out_of_memory
 from ...run.execute import States
 from ...state import TrainState
+from ...user_error import UserError
 from ..files.trained_lora import with_lora
 from ..model.unload import unload
-
-log = logging.getLogger(__name__)
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
 SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
@@ -73,13 +72,13 @@ class SamplePrompts:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("Sample Prompts: there is no prompt; write one a line.")
+            raise UserError("Sample Prompts: there is no prompt; write one a line.")
         if (longest := max(map(len, (*self.prompts, self.negative)))) > LONGEST:
-            raise ValueError(f"Sample Prompts: a prompt has {longest} letters; {LONGEST} are the most.")
+            raise UserError(f"Sample Prompts: a prompt has {longest} letters; {LONGEST} are the most.")
         if self.clip is None or self.vae is None:
-            raise ValueError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
+            raise UserError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
         if not (self.guidance >= 0 or self.guidance == -1):
-            raise ValueError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
+            raise UserError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
 
     def of(self, family: Family) -> SamplePrompts:
         """Return what is drawn of a family: with its guidance scale, where none is set."""
@@ -133,7 +132,7 @@ class SampleWriter:
         if lost:
             listed = ", ".join(lost[:SHOWN]) + (f" and {len(lost) - SHOWN} more" if lost[SHOWN:] else "")
             log.warning(
-                "Graft: samples of step %s are missing, and cannot be drawn: these training states are gone.",
+                "samples of step %s are missing, and cannot be drawn: these training states are gone.",
                 listed,
             )
 
@@ -180,7 +179,7 @@ class SampleWriter:
             raise
         except Exception:
             log.warning(
-                "Graft: no samples of step %d; the training goes on without them.", state.step, exc_info=True
+                "no samples of step %d; the training goes on without them.", state.step, exc_info=True
             )
 
 
@@ -215,7 +214,7 @@ def _picture(
             if not is_out_of_memory(error):
                 raise
         unload()
-        log.warning("Graft: memory does not suffice for the sample %r at %dx%d.", prompt, width, height)
+        log.warning("memory does not suffice for the sample %r at %dx%d.", prompt, width, height)
     return None
 
 

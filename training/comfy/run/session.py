@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,11 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 
+from ...log import log
 from ...loop import STOP, OnStep, Progress
 from ...model import OnProgress
 from ...run.run_log import describe
 from ..versions import running_server
-
-log = logging.getLogger(__name__)
 
 EVENTS_A_SECOND = 4
 """Most messages about a run, or a node's progress, that the editor gets."""
@@ -92,7 +90,7 @@ def session(
             logged = now
             if workflow is None:  # otherwise the editor shows more than a line
                 _send_text(describe(progress), node_id)
-            log.info("Graft: %s", describe(progress))
+            log.info("%s", describe(progress))
         comfy.model_management.throw_exception_if_processing_interrupted()
         return STOP if live.finishing else None
 

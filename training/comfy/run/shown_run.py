@@ -20,7 +20,7 @@ def shown_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
     """Return the run that each Train Steps of a graph shows, by the node's number.
 
     "same" says whether the run was queued with the node's settings; otherwise it is the latest of that node.
-    Raises ValueError for what is no graph.
+    Raises UserError for what is no graph.
     """
     found = {}
     for node, values in nodes_of(graph).items():

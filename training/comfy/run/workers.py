@@ -26,6 +26,7 @@ from ...loop import STOP, OnStep, Progress
 from ...run.execute import Run, finish, is_end, latest
 from ...run.run_log import read_entries
 from ...state import TrainState
+from ...user_error import UserError
 from ..model.unload import unload
 
 LAUNCH = Path(__file__).resolve().parents[3] / "__main__.py"
@@ -46,22 +47,22 @@ def train(
 ) -> int:
     """Train `run` from step `first` to `last` in `count` processes; return how many steps were done.
 
-    They are fewer after Finish, and when a run is ended by its settings. Raises ValueError on Windows, and
+    They are fewer after Finish, and when a run is ended by its settings. Raises UserError on Windows, and
     with their own words when the processes fail; the run is then saved, as it is on Cancel.
     """
     found = latest(run, first, last)
     if found is not None and is_end(run, found.step, last):
         return found.step - first
     if sys.platform == "win32":
-        raise ValueError(
+        raise UserError(
             "gpus: PyTorch for Windows has no NCCL, by which graphics cards work together. Set gpus to 1 and "
             "raise gradient accumulation in Optimizer Settings instead, or run ComfyUI in WSL 2 or on Linux."
         )
     device = comfy.model_management.get_torch_device().type
     if device not in ("cuda", "cpu"):
-        raise ValueError(f"gpus: devices of type {device!r} cannot train together; set gpus to 1.")
+        raise UserError(f"gpus: devices of type {device!r} cannot train together; set gpus to 1.")
     if node is None or not isinstance(prompt, Mapping) or node not in prompt:
-        raise ValueError(
+        raise UserError(
             "gpus: only a Train Steps that stands in the queued graph itself can use several; set gpus to 1."
         )
     unload()
@@ -72,10 +73,10 @@ def train(
             finished = _follow(run, process, on_step, found.step if found else first, last)
         if process.returncode and not finished:
             said = _errors_in(words.read_text(encoding="utf-8", errors="replace"))
-            raise ValueError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
+            raise UserError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
     reached = latest(run, first, last)
     if reached is None:
-        raise ValueError("the run was finished before its first step.")
+        raise UserError("the run was finished before its first step.")
     if finished:
         finish(run, reached.step, last)
     return reached.step - first
@@ -91,9 +92,9 @@ def end_with(node: str | None, run: str | None = None) -> None:
 
 
 def require_same_run(node: str | None, run: str) -> None:
-    """Raise ValueError where this process would train another run than the server that started it shows."""
+    """Raise UserError where this process would train another run than the server that started it shows."""
     if _run is not None and node == _last and run != _run:
-        raise ValueError(
+        raise UserError(
             f"this process would train {run}, and ComfyUI shows {_run}: they see other weights, pictures or "
             "settings. Queue the graph again if a file was changed meanwhile; otherwise set gpus to 1, and "
             "please report it."

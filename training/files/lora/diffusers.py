@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...family import Family, is_text
 from ...state import TrainState
+from ...user_error import UserError
 from .names import ARCHITECTURES, TEXT_ENCODERS, Architecture, Part, split_text_path
 from .peft import is_plain, peft_tensors, shape_of
 from .read import lora_layers, lora_tensors
@@ -27,10 +28,10 @@ def diffusers_tensors(state: TrainState, family: Family, dtype: torch.dtype) -> 
 def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
     """Return a diffusers/PEFT file's tensors: "<prefix>.<layer>.lora_A.weight", "lora_B.weight".
 
-    Raises ValueError for a family or a layer without diffusers names, and for anything but plain LoRA.
+    Raises UserError for a family or a layer without diffusers names, and for anything but plain LoRA.
     """
     if not family.export:
-        raise ValueError(f"{family.name} has no diffusers names here; save its LoRA in the ComfyUI format.")
+        raise UserError(f"{family.name} has no diffusers names here; save its LoRA in the ComfyUI format.")
     return under_diffusers_names(layers, ARCHITECTURES[family.export])
 
 
@@ -39,7 +40,7 @@ def under_diffusers_names(layers: Layers, architecture: Architecture) -> dict[st
     tensors: dict[str, Tensor] = {}
     for path, values in layers.items():
         if not is_plain(values):
-            raise ValueError(
+            raise UserError(
                 f"{path}: diffusers knows plain LoRA only, and this layer holds {', '.join(sorted(values))}; "
                 "save it in the ComfyUI format. Resize LoRA makes plain LoRA of LoHa and LoKr."
             )
@@ -49,7 +50,7 @@ def under_diffusers_names(layers: Layers, architecture: Architecture) -> dict[st
             continue
         parts = architecture.parts(path, shape_of(values))
         if not parts:
-            raise ValueError(
+            raise UserError(
                 f"{path}: diffusers has no layer for it; leave it out, or use the ComfyUI format."
             )
         tensors |= peft_tensors(values, parts, architecture.diffusers)

@@ -7,7 +7,6 @@ q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and what the
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -22,12 +21,12 @@ from ...adapters.lora import thin_down
 from ...adapters.select import select
 from ...config import AdapterConfig
 from ...family import Family
+from ...log import log
 from ...network.frozen_layer import FrozenLayer, LayerSpec
+from ...user_error import UserError
 from .match import Matched, by_reason, match_lora
 from .names import layer_names
 from .read import LoraFile, LoraLayer
-
-log = logging.getLogger(__name__)
 
 
 def start_from_file(
@@ -42,12 +41,12 @@ def start_from_file(
     """Return the weights of step 0: the file's layers, and fresh ones for the rest of what `config` selects.
 
     Layers of the file outside the selection are trained too; keys without a layer are logged. `layers` holds
-    the base, for methods that start from it. Raises ValueError when the file cannot be brought to `config`,
+    the base, for methods that start from it. Raises UserError when the file cannot be brought to `config`,
     saying what to set.
     """
     for reason, keys in by_reason(matched.left_out).items():
         log.warning(
-            "Graft: %s: %d keys %s in %s and are not trained: %s",
+            "%s: %d keys %s in %s and are not trained: %s",
             matched.file,
             len(keys),
             reason,
@@ -55,7 +54,7 @@ def start_from_file(
             ", ".join(keys),
         )
     if config.init == "pissa":
-        raise ValueError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
+        raise UserError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
     chosen = {*select(specs, family, config), *matched.layers}
     adapters = build_adapters({name: spec for name, spec in specs.items() if name in chosen}, config)
     initialise(adapters, seed, layers)
@@ -96,7 +95,7 @@ def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family)
     """Find the file's layers in the model, parts of fused layers put together.
 
     What is not trained is left out: methods that Graft does not train, and differences that are no product.
-    Raises ValueError when nothing is left, or parts of one layer cannot be put together.
+    Raises UserError when nothing is left, or parts of one layer cannot be put together.
     """
     names = layer_names({path: spec.shape for path, spec in specs.items()})
     matched = match_lora(file, names, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
@@ -113,7 +112,7 @@ def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family)
         left_out |= dict.fromkeys(other.tensors, f"are {other.method}, which Graft does not train")
     if not layers:
         methods = ", ".join(sorted(set(file.methods.values())))
-        raise ValueError(
+        raise UserError(
             f"{file.name}: nothing in it can be trained: it holds {methods}. Choose a file of "
             f"{', '.join(ADAPTERS)}."
         )
@@ -123,11 +122,11 @@ def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family)
 def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
     """Give a fresh adapter the difference that `layer` describes; ranks beyond it start by adding nothing.
 
-    Raises ValueError, beginning with `where`, if the adapter is of another method or factors, or smaller.
+    Raises UserError, beginning with `where`, if the adapter is of another method or factors, or smaller.
     """
     wanted = adapter.config.algorithm
     if layer.algorithm != wanted and (layer.algorithm, wanted) != ("lora", "dora"):
-        raise ValueError(
+        raise UserError(
             f"{where}: the file holds {layer.algorithm} weights; set the algorithm to it, not {wanted}."
         )
     given, parameters = layer.weights, dict(adapter.named_parameters())
@@ -145,7 +144,7 @@ def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None
         corner.copy_(tensor.float() * ratio if name == scaled and ratio != 1 else tensor)
     if isinstance(adapter, DoRA) and "magnitude" not in given:
         if base is None:
-            raise ValueError(
+            raise UserError(
                 f"{where}: a plain LoRA becomes DoRA only beside its base; set the algorithm to lora."
             )
         weight = base.weight(torch.float32, adapter.magnitude.device)
@@ -162,7 +161,7 @@ def _reshaped(
 ) -> Tensor:
     """Return a file's factor in the axes of the parameter, equal to it but for the rank."""
     if name not in parameters:
-        raise ValueError(f"{where}: the settings have no such factor; {_as_in_the_file(layer)}.")
+        raise UserError(f"{where}: the settings have no such factor; {_as_in_the_file(layer)}.")
     target = parameters[name]
     old, new = layer.rank or 0, adapter.config.rank
     if name == "down" and tensor.ndim != target.ndim:
@@ -173,17 +172,17 @@ def _reshaped(
         tensor = tensor.reshape(target.shape)
     sides = list(zip(tensor.shape, target.shape))
     if tensor.ndim != target.ndim or any(a != b and (a, b) != (old, new) for a, b in sides):
-        raise ValueError(
+        raise UserError(
             f"{where}: shape {tuple(tensor.shape)} does not fit {tuple(target.shape)} of the layer "
             f"{adapter.spec.shape}; {_as_in_the_file(layer)}, or choose the base that the file was trained "
             "on."
         )
     if any(a > b for a, b in sides):
-        raise ValueError(
+        raise UserError(
             f"{where}: the file has rank {old} here and the settings have {new}; {_as_in_the_file(layer)}."
         )
     if tensor.shape != target.shape and any(core in layer.weights for core in ("mid", "t1")):
-        raise ValueError(f"{where}: a Tucker core keeps its rank; {_as_in_the_file(layer)}.")
+        raise UserError(f"{where}: a Tucker core keeps its rank; {_as_in_the_file(layer)}.")
     return tensor
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ...user_error import UserError
 from .names import Target
 from .peft import UP, swap_halves
 from .read import LoraFile, LoraLayer
@@ -48,7 +49,7 @@ def match_lora(
 ) -> Matched:
     """Find the file's layers by their names; `outputs` holds every layer's number of outputs, in order.
 
-    Raises ValueError when none is found in `model`, or parts of one layer cannot be put together.
+    Raises UserError when none is found in `model`, or parts of one layer cannot be put together.
     """
     parts: dict[str, list[tuple[Target, LoraLayer]]] = {}
     whole: list[WholeLayer] = []
@@ -68,7 +69,7 @@ def match_lora(
         left_out |= dict.fromkeys(file.others[name].tensors, NO_LAYER)
     if not (parts or whole or others):
         examples = ", ".join(list(file.methods)[:3])
-        raise ValueError(
+        raise UserError(
             f"{file.name}: no layer of {model} is called like those of the file ({examples}); was it "
             "trained on another kind of model?"
         )
@@ -95,7 +96,7 @@ def _turned(layer: LoraLayer, target: Target) -> LoraLayer:
     if not target.swapped:
         return layer
     if layer.title != "lora":
-        raise ValueError(
+        raise UserError(
             f"{layer.name}: its outputs are in diffusers' order; only a plain LoRA can be reordered."
         )
     return replace(layer, tensors={**layer.tensors, UP: swap_halves(layer.tensors[UP])})
@@ -109,14 +110,14 @@ def _joined(file: str, path: str, outputs: int, parts: list[tuple[Target, LoraLa
         return first
     names = ", ".join(layer.name for _, layer in parts)
     if any(layer.title != "lora" or "mid" in layer.weights for _, layer in parts):
-        raise ValueError(
+        raise UserError(
             f"{file}: {names} are parts of one layer, {path}; only plain LoRAs can be put together."
         )
     if len({target.first for target, _ in parts}) != len(parts):
-        raise ValueError(f"{file}: {names} are all names of one layer, {path}; a layer may come once.")
+        raise UserError(f"{file}: {names} are all names of one layer, {path}; a layer may come once.")
     downs = [layer.weights["down"] for _, layer in parts]
     if any(down.shape[1:] != downs[0].shape[1:] for down in downs):
-        raise ValueError(f"{file}: {names} are parts of one layer, {path}, but differ in their inputs.")
+        raise UserError(f"{file}: {names} are parts of one layer, {path}, but differ in their inputs.")
     shared = all(down.shape == downs[0].shape and torch.equal(down, downs[0]) for down in downs)
     scale = first.scale if all(layer.scale == first.scale for _, layer in parts) else 1.0
     rank = downs[0].shape[0] if shared else sum(down.shape[0] for down in downs)
@@ -124,7 +125,7 @@ def _joined(file: str, path: str, outputs: int, parts: list[tuple[Target, LoraLa
     for target, layer in parts:
         own = layer.weights["up"].float() * (layer.scale / scale)
         if own.shape[0] != target.rows:
-            raise ValueError(
+            raise UserError(
                 f"{file}: {layer.name}: {own.shape[0]} outputs, but that part of {path} has {target.rows}."
             )
         up[target.first : target.first + target.rows, column : column + own.shape[1]] = own

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...adapters.build import ADAPTERS, Adapter, for_layer, method_of
 from ...family import Family, is_text
 from ...state import TrainState
+from ...user_error import UserError
 from ..tensor_file import TensorFile
 from .names import ARCHITECTURES, COMFY, spelled, split_text_path
 from .peft import is_plain, peft_tensors, shape_of
@@ -188,7 +189,7 @@ class LoraFile:
 def read_lora(path: Path) -> LoraFile:
     """Read a LoRA file in any spelling that ComfyUI knows: kohya, diffusers, PEFT, LyCORIS.
 
-    Raises ValueError naming file and tensor when it is no sound LoRA file.
+    Raises UserError naming file and tensor when it is no sound LoRA file.
     """
     opened = TensorFile(path, largest_header=MAX_HEADER)
     tensors = dict(opened)
@@ -210,11 +211,11 @@ def read_lora(path: Path) -> LoraFile:
                 continue
             whole[name] = {suffix: tensor for suffix, tensor in values.items() if suffix in WHOLE}
             if beside := sorted({"diff", "w_norm", "set_weight"} & values.keys()):
-                raise ValueError(f"{where}: {beside[0]} beside factors; ComfyUI would leave the factors out.")
+                raise UserError(f"{where}: {beside[0]} beside factors; ComfyUI would leave the factors out.")
         layers[name] = LoraLayer(name, _checked(where, factors))
     if not grouped:
         found = ", ".join(list(tensors)[:3]) or "nothing"
-        raise ValueError(
+        raise UserError(
             f"{path.name}: no LoRA; it holds {found}. Choose a file of {', '.join(ADAPTERS)} weights."
         )
     return LoraFile(path.name, layers, whole, others, other, opened.metadata)
@@ -231,7 +232,7 @@ def _grouped(file: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[s
             continue
         layer = grouped.setdefault(name, {})
         if suffix in layer:
-            raise ValueError(f"{file}: {key}: the file holds this factor twice, in two spellings.")
+            raise UserError(f"{file}: {key}: the file holds this factor twice, in two spellings.")
         layer[suffix] = key
     return grouped, other
 
@@ -253,7 +254,7 @@ def _other_method(values: Mapping[str, Tensor]) -> str:
 def _require_finite(file: str, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            raise ValueError(
+            raise UserError(
                 f"{file}: {key}: holds values that are no numbers; the training of it went wrong."
             )
 
@@ -266,18 +267,18 @@ def _factors(suffixes: Iterable[str]) -> str:
 
 
 def _checked(where: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's tensors, alpha as a 0-d float32; ValueError unless they fit each other."""
+    """Return a layer's tensors, alpha as a 0-d float32; UserError unless they fit each other."""
     factors = _factors(tensors)
     for needed in _NEEDED[factors]:
         if not any(all(name in tensors for name in choice) for choice in needed):
             found = ", ".join(sorted(tensors))
-            raise ValueError(f"{where}: {' and '.join(needed[0])} must both be there; found only {found}.")
+            raise UserError(f"{where}: {' and '.join(needed[0])} must both be there; found only {found}.")
     known = {*ADAPTERS[factors].suffixes.values(), "alpha", "dora_scale"}
     if stray := sorted(set(tensors) - known):
-        raise ValueError(f"{where}: {', '.join(stray)} has no place beside {factors} weights.")
+        raise UserError(f"{where}: {', '.join(stray)} has no place beside {factors} weights.")
     if "alpha" in tensors:
         if tensors["alpha"].numel() != 1:
-            raise ValueError(
+            raise UserError(
                 f"{where}.alpha: expected one number, found shape {tuple(tensors['alpha'].shape)}."
             )
         tensors = {**tensors, "alpha": tensors["alpha"].float().reshape(())}
@@ -294,7 +295,7 @@ def _checked(where: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         sound = False
     if not sound:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items()))
-        raise ValueError(f"{where}: the shapes do not fit each other: {shapes}.")
+        raise UserError(f"{where}: the shapes do not fit each other: {shapes}.")
     if layer.magnitude is not None:
         _check_magnitude(layer, where)
     return tensors
@@ -306,7 +307,7 @@ def _check_magnitude(layer: LoraLayer, where: str) -> None:
     over_inputs = len(found) >= 2 and found[0] == 1 and columns % found[1] == 0
     count = found[1] if over_inputs else rows
     if len(found) < 2 or layer.magnitude.numel() != count or (not over_inputs and found[0] != rows):
-        raise ValueError(
+        raise UserError(
             f"{where}.dora_scale: shape {found} is neither (1, {columns}), one length an input, nor "
             f"({rows}, 1), one an output."
         )

@@ -1,0 +1,13 @@
+"""Errors that the user can solve: shown as one line, where every other error keeps its traceback."""
+
+
+class UserError(UserError):
+    """Says the place, what was found, what is allowed and what to do."""
+
+
+class FileError(UserError, OSError):
+    """A file or folder that cannot be read or written."""
+
+
+class NotFiniteError(UserError, FloatingPointError):
+    """A loss or a gradient is no number."""
