@@ -54,7 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--validation", type=Path, metavar="FOLDER", help="captioned images to measure on, not trained on"
     )
-    own.add_argument("--trigger", metavar="WORD", help="a word of your own that calls up what is learnt")
+    own.add_argument("--trigger", metavar="WORD", help="a word of your own that calls up what is learned")
     own.add_argument("--checkpoint", type=Path, metavar="FILE", help="base model, .safetensors")
     own.add_argument(
         "--text-encoder", type=Path, metavar="FILE", action="append", default=[],

@@ -3,7 +3,7 @@
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
 node's schema, start ComfyUI 0.3.75 with Graft and run
 `python dev/make_workflows.py http://127.0.0.1:8188`. With `--thumbnails` behind it, every workflow is
-also run at the size of the demo's base model, and its picture becomes <name>.jpg, labelled so. What belongs
+also run at the size of the demo's base model, and its picture becomes <name>.jpg, labeled so. What belongs
 to the eye alone stands below, the notes among it: change them here and not in the files.
 """
 
@@ -44,7 +44,7 @@ TALLER = {
     "GraftSamplePrompts": 200,
 }
 """Room for what a node shows while it runs: text, chart, pictures."""
-COLOURS = ("#3f789e", "#8A8", "#b58b2a", "#a1309b", "#88A")
+COLORS = ("#3f789e", "#8A8", "#b58b2a", "#a1309b", "#88A")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ Settings** with *base* nf4.
 2. **Load Base Model**: SD3.5 Medium or Large, and its three text encoders. Any of them may be left out.
 
 **Split Dataset** holds a tenth of the pictures back, and every 200 steps the loss on them is measured: \
-when it rises for long, the pictures are being learnt by heart. *result* best in **Validation Settings** \
+when it rises for long, the pictures are being learned by heart. *result* best in **Validation Settings** \
 keeps the state of the lowest one. With fewer than 30 pictures leave these two nodes out."""
 
 FLUX_12GB = """\
@@ -433,7 +433,7 @@ def _place(nodes: dict[int, dict[str, Any]], layout: Layout) -> tuple[list[dict[
         x += MARGIN - GAP
         groups.append(
             {"id": number + 1, "title": title, "bounding": [left, 0, x - left, bottom],
-             "color": COLOURS[number % len(COLOURS)], "font_size": 24, "flags": {}}
+             "color": COLORS[number % len(COLORS)], "font_size": 24, "flags": {}}
         )  # fmt: skip
         x += GAP
     return groups, note
@@ -476,10 +476,10 @@ def _thumbnail(address: str, name: str) -> None:
     saved = [images for images in saved if images[0]["type"] == "output"]
     asked = [urllib.parse.urlencode(image) for image in saved[-1][:4]]
     pictures = [Image.open(io.BytesIO(_ask(f"{address}/view?{image}"))).convert("RGB") for image in asked]
-    _labelled(pictures).save(HERE / f"{name}.jpg", quality=85)
+    _labeled(pictures).save(HERE / f"{name}.jpg", quality=85)
 
 
-def _labelled(pictures: list[Image.Image], side: int = 384) -> Image.Image:
+def _labeled(pictures: list[Image.Image], side: int = 384) -> Image.Image:
     """Return pictures side by side in a square, with a line that says what drew them."""
     columns = 2 if len(pictures) > 1 else 1
     sheet = Image.new("RGB", (side, side + 24), "white")

@@ -31,7 +31,7 @@ def _common_inputs() -> list[Any]:
         io.String.Input(
             "trigger",
             default="",
-            tooltip="A word of your own that will call up what is learnt: put before every caption, or where "
+            tooltip="A word of your own that will call up what is learned: put before every caption, or where "
             "it says [trigger].",
         ),
         io.Combo.Input(

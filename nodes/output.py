@@ -69,7 +69,7 @@ class SaveLora(Node):
                     "trigger",
                     default="",
                     optional=True,
-                    tooltip="The word that calls up what was learnt, for the file to say. Empty: the "
+                    tooltip="The word that calls up what was learned, for the file to say. Empty: the "
                     "dataset's.",
                 ),
                 io.Image.Input(

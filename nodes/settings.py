@@ -41,7 +41,7 @@ from .widgets import advanced, lines, widget
 
 
 class DatasetSettingsNode(Node):
-    """Captions, buckets, crops, colours and masks, beyond what Load Dataset shows."""
+    """Captions, buckets, crops, colors and masks, beyond what Load Dataset shows."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -149,9 +149,7 @@ class DatasetSettingsNode(Node):
                     tooltip="Images of the class in general that hold the model where it was; never given "
                     "the trigger.",
                 ),
-                io.String.Input(
-                    "background", default="#ffffff", tooltip="Colour under transparent pictures."
-                ),
+                io.String.Input("background", default="#ffffff", tooltip="Color under transparent pictures."),
             ],
             outputs=[DatasetSettings.Output("dataset_settings")],
         )
@@ -350,7 +348,7 @@ class ObjectiveSettings(Node):
                 widget(
                     ObjectiveConfig,
                     "shift",
-                    "Above 1 favours high noise: composition over detail. 0 takes the family's value.",
+                    "Above 1 favors high noise: composition over detail. 0 takes the family's value.",
                     high=20,
                 ),
                 widget(
@@ -360,12 +358,12 @@ class ObjectiveSettings(Node):
                     options=["auto", *RESOLUTION_SHIFTS],
                 ),
                 widget(
-                    ObjectiveConfig, "mean", "Of logit-normal: above 0 favours high noise.", low=-10, high=10
+                    ObjectiveConfig, "mean", "Of logit-normal: above 0 favors high noise.", low=-10, high=10
                 ),
                 widget(
                     ObjectiveConfig,
                     "std",
-                    "Of logit-normal and sigmoid: large values favour both ends.",
+                    "Of logit-normal and sigmoid: large values favor both ends.",
                     low=0.01,
                     high=10,
                 ),
@@ -377,7 +375,7 @@ class ObjectiveSettings(Node):
                     high=1.75,
                 ),
                 widget(
-                    ObjectiveConfig, "bias", "Above 0 favours high noise, below 0 low noise.", low=-8, high=8
+                    ObjectiveConfig, "bias", "Above 0 favors high noise, below 0 low noise.", low=-8, high=8
                 ),
                 widget(
                     ObjectiveConfig,
@@ -504,7 +502,7 @@ class MemorySettings(Node):
 
 
 class ValidationSettings(Node):
-    """Measure held-out images during a run, and stop when it has learnt enough."""
+    """Measure held-out images during a run, and stop when it has learned enough."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -38,7 +38,7 @@ def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
     """Return the text encoder files to load with `model`: the demo's own with its base, where none is chosen.
 
     It is written if it is not there: 248 MB, a few seconds. Raises UserError where it is chosen with a
-    full-size model: it is made of random numbers, which only the demo's base has learnt to read.
+    full-size model: it is made of random numbers, which only the demo's base has learned to read.
     """
     if model == BASE_MODEL and not chosen:
         chosen = [TEXT_ENCODER]

@@ -227,7 +227,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """When held-out images are measured during a run, and when the run has learnt enough."""
+    """When held-out images are measured during a run, and when the run has learned enough."""
 
     every: int = 0
     """Steps between two measurements; 0 measures nothing."""
@@ -277,17 +277,17 @@ class ObjectiveConfig:
     sigmas: str = "auto"
     """How noise levels are drawn: "auto" takes the family's; see SIGMAS in objective/sigmas.py."""
     shift: float = 0.0
-    """Above 1 favours high noise, below 1 low noise. 0 means the family's default."""
+    """Above 1 favors high noise, below 1 low noise. 0 means the family's default."""
     resolution_shift: Literal["auto", "none", "flux", "sd3"] = "auto"
     """How the shift follows the image's size (RESOLUTION_SHIFTS); "auto": the family's where `shift` is 0."""
     mean: float = 0.0
-    """Of the normal variable of "logit-normal": above 0 favours high noise."""
+    """Of the normal variable of "logit-normal": above 0 favors high noise."""
     std: float = 1.0
-    """Of the normal variable of "logit-normal" and "sigmoid": large values favour both ends."""
+    """Of the normal variable of "logit-normal" and "sigmoid": large values favor both ends."""
     mode_scale: float = 1.29
     """Of "mode": how much denser the middle is; negative values thin it out."""
     bias: float = 0.0
-    """Above 0 favours the distribution's high levels, below 0 low ones; 1 triples the upper half's odds."""
+    """Above 0 favors the distribution's high levels, below 0 low ones; 1 triples the upper half's odds."""
     min_noise: float = 0.0
     """Lowest level practised; the distribution is squeezed into min_noise..max_noise."""
     max_noise: float = 1.0

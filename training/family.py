@@ -22,7 +22,7 @@ class Family:
     architecture: str
     """modelspec.architecture of the LoRA file, without "/lora"."""
     base_model: str
-    """ss_base_model_version of the LoRA file, spelt as kohya's sd-scripts does where it knows the model."""
+    """ss_base_model_version of the LoRA file, spelled as kohya's sd-scripts does where it knows the model."""
     targets: Mapping[str, tuple[str, ...]]
     """Preset name -> globs over the diffusion model's module paths. Only known kinds of layers are taken."""
     blocks: tuple[str, ...]
@@ -111,7 +111,7 @@ TEXT = "text_encoders."
 
 
 def is_text(path: str) -> bool:
-    """Say whether a layer's path is in a text encoder and not in the diffusion model."""
+    """Return whether a layer's path is in a text encoder and not in the diffusion model."""
     return path.startswith(TEXT)
 
 
@@ -365,7 +365,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _sd3_variant(unet_config: Mapping[str, Any]) -> str:
-    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 normalise queries and keys."""
+    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 normalize queries and keys."""
     if unet_config.get("x_block_self_attn_layers"):
         return "SD35Medium"
     return "SD35Large" if unet_config.get("qk_norm") else "SD3"

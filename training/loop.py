@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import distributed
-from .adapters.build import build_adapters, draws, initialise, named_parameters, needs_base
+from .adapters.build import build_adapters, draws, initialize, named_parameters, needs_base
 from .adapters.select import select
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .live_state import Work
@@ -256,7 +256,7 @@ def comparable(state: TrainState, config: TrainConfig, samples: Samples | None) 
 
 
 def is_over(config: ValidationConfig, validations: Sequence[tuple[int, float]]) -> bool:
-    """Say whether the last `patience` measurements brought no new lowest loss."""
+    """Return whether the last `patience` measurements brought no new lowest loss."""
     best = best_step(validations)
     return bool(config.patience) and sum(step > best for step, _ in validations) >= config.patience
 
@@ -268,9 +268,9 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     if needs_base(adapters):
         dtype = compute_dtype(config.memory, denoiser)
         with denoiser.hold(dtype, UNPLACED) as base:
-            initialise(adapters, config.seed, base.layers, denoiser.device)
+            initialize(adapters, config.seed, base.layers, denoiser.device)
     else:
-        initialise(adapters, config.seed)
+        initialize(adapters, config.seed)
     weights = {name: tensor.detach() for name, tensor in named_parameters(adapters).items()}
     return TrainState(0, config.adapter, denoiser.fingerprint, weights, family=denoiser.family.name)
 

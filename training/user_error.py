@@ -1,7 +1,7 @@
 """Errors that the user can solve: shown as one line, where every other error keeps its traceback."""
 
 
-class UserError(UserError):
+class UserError(ValueError):
     """Says the place, what was found, what is allowed and what to do."""
 
 

@@ -2,7 +2,7 @@
 
 import { logTicks, range, short, thinned, ticks } from "./series.js"
 
-export const COLOURS = {
+export const COLORS = {
     loss: "#6f8fb3",
     smoothed: "#3f9bff",
     validation: "#ff9a3c",
@@ -17,7 +17,7 @@ const MARGIN = { left: 40, right: 40, top: 12, bottom: 18 }
  * Draw `series` on a canvas context of `width` x `height` CSS pixels.
  *
  * `view` is {end: last step of the axis, log: logarithmic loss, hover: index of a step or -1, checkpoints and
- * samples: steps to mark, text: colour of the axes}.
+ * samples: steps to mark, text: color of the axes}.
  */
 export function draw(context, width, height, series, view) {
     context.clearRect(0, 0, width, height)
@@ -36,9 +36,9 @@ export function draw(context, width, height, series, view) {
     context.beginPath()
     context.rect(box.left, box.top - 2, box.width, box.height + 4)
     context.clip()
-    line(context, series, series.rate, scales, scales.rate.toY, COLOURS.rate, 1, [4, 3])
-    line(context, series, series.loss, scales, scales.loss.toY, COLOURS.loss, 1, [], 0.55)
-    line(context, series, series.smoothed, scales, scales.loss.toY, COLOURS.smoothed, 2)
+    line(context, series, series.rate, scales, scales.rate.toY, COLORS.rate, 1, [4, 3])
+    line(context, series, series.loss, scales, scales.loss.toY, COLORS.loss, 1, [], 0.55)
+    line(context, series, series.smoothed, scales, scales.loss.toY, COLORS.smoothed, 2)
     drawValidation(context, series, scales)
     if (view.hover >= 0) drawHover(context, series, scales, view, box)
     context.restore()
@@ -99,7 +99,7 @@ function drawAxes(context, box, scales, view) {
         context.fillText(short(value), box.left - 5, y)
     }
     context.textAlign = "left"
-    context.fillStyle = COLOURS.rate
+    context.fillStyle = COLORS.rate
     for (const value of scales.rate.ticks.slice(1)) context.fillText(short(value), right + 5, scales.rate.toY(value))
     context.fillStyle = view.text
     context.textAlign = "center"
@@ -116,22 +116,22 @@ function drawMarks(context, box, scales, view) {
     const bottom = box.top + box.height
     for (const step of view.checkpoints) {
         const x = scales.x(step)
-        fill(context, COLOURS.checkpoint, [[x, bottom], [x - 3.5, bottom + 6], [x + 3.5, bottom + 6]])
+        fill(context, COLORS.checkpoint, [[x, bottom], [x - 3.5, bottom + 6], [x + 3.5, bottom + 6]])
     }
     for (const step of view.samples) {
         const x = scales.x(step)
-        fill(context, COLOURS.sample, [[x, 1], [x + 4, 5], [x, 9], [x - 4, 5]])
+        fill(context, COLORS.sample, [[x, 1], [x + 4, 5], [x, 9], [x - 4, 5]])
         context.globalAlpha = 0.25
-        context.strokeStyle = COLOURS.sample
+        context.strokeStyle = COLORS.sample
         stroke(context, [[x, 9], [x, bottom]])
         context.globalAlpha = 1
     }
 }
 
-function line(context, series, ys, scales, toY, colour, width, dash = [], alpha = 1) {
+function line(context, series, ys, scales, toY, color, width, dash = [], alpha = 1) {
     const points = thinned(series.steps, ys, scales.first, scales.end, scales.width)
     const left = scales.x(scales.first)
-    context.strokeStyle = colour
+    context.strokeStyle = color
     context.lineWidth = width
     context.lineJoin = "round"
     context.globalAlpha = alpha
@@ -147,17 +147,17 @@ function line(context, series, ys, scales, toY, colour, width, dash = [], alpha 
     context.stroke()
     context.setLineDash([])
     context.globalAlpha = 1
-    if (series.steps.length === 1 && points[0]) dot(context, left + points[0][0], toY(points[0][1]), colour)
+    if (series.steps.length === 1 && points[0]) dot(context, left + points[0][0], toY(points[0][1]), color)
 }
 
 function drawValidation(context, series, scales) {
     const [steps, values] = [0, 1].map((column) => series.validation.map((pair) => pair[column]))
     const left = scales.x(scales.first)
     const points = thinned(steps, values, scales.first, scales.end, scales.width).map(([x, value]) => [left + x, scales.loss.toY(value)])
-    context.strokeStyle = COLOURS.validation
+    context.strokeStyle = COLORS.validation
     context.lineWidth = 1.5
     stroke(context, points)
-    if (points.length < 100) for (const [x, y] of points) dot(context, x, y, COLOURS.validation)
+    if (points.length < 100) for (const [x, y] of points) dot(context, x, y, COLORS.validation)
 }
 
 function drawHover(context, series, scales, view, box) {
@@ -168,7 +168,7 @@ function drawHover(context, series, scales, view, box) {
     stroke(context, [[x, box.top], [x, box.top + box.height]])
     context.globalAlpha = 1
     for (const name of ["loss", "smoothed"])
-        if (Number.isFinite(series[name][view.hover])) dot(context, x, scales.loss.toY(series[name][view.hover]), COLOURS[name])
+        if (Number.isFinite(series[name][view.hover])) dot(context, x, scales.loss.toY(series[name][view.hover]), COLORS[name])
 }
 
 function stroke(context, points) {
@@ -177,16 +177,16 @@ function stroke(context, points) {
     context.stroke()
 }
 
-function fill(context, colour, points) {
-    context.fillStyle = colour
+function fill(context, color, points) {
+    context.fillStyle = color
     context.beginPath()
     points.forEach(([x, y], i) => (i ? context.lineTo(x, y) : context.moveTo(x, y)))
     context.closePath()
     context.fill()
 }
 
-function dot(context, x, y, colour) {
-    context.fillStyle = colour
+function dot(context, x, y, color) {
+    context.fillStyle = color
     context.beginPath()
     context.arc(x, y, 2.5, 0, 2 * Math.PI)
     context.fill()

@@ -5,7 +5,7 @@
  * and a run that was watched from the start look the same.
  */
 
-import { COLOURS, draw, stepAt } from "./chart.js"
+import { COLORS, draw, stepAt } from "./chart.js"
 import { Series, clock, short } from "./series.js"
 
 const FILES_EVERY = 3000
@@ -25,13 +25,13 @@ button { flex: none; height: 20px; padding: 0 8px; border: 1px solid var(--borde
          border-radius: 4px; background: transparent; color: inherit; font: inherit; cursor: pointer; }
 button:hover:enabled { background: var(--border-color, #4e4e4e); }
 button:disabled { opacity: 0.4; cursor: default; }
-button[aria-pressed="true"] { border-color: ${COLOURS.smoothed}; color: ${COLOURS.smoothed}; }
+button[aria-pressed="true"] { border-color: ${COLORS.smoothed}; color: ${COLORS.smoothed}; }
 .chart { position: relative; flex: 1 1 128px; min-height: 112px; }
 canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
 .empty { position: absolute; inset: 0; display: grid; place-items: center; opacity: 0.6; text-align: center; }
 .legend { flex-wrap: wrap; height: auto; min-height: 20px; gap: 2px 12px; font-variant-numeric: tabular-nums; }
 .legend span::before { content: ""; display: inline-block; width: 8px; height: 8px; margin-right: 4px;
-                       border-radius: 50%; background: var(--colour); }
+                       border-radius: 50%; background: var(--color); }
 .samples { display: flex; gap: 4px; flex: none; height: ${THUMBNAILS_HEIGHT - 4}px; overflow-x: auto; }
 .samples img { height: 100%; border-radius: 4px; display: block; }
 [hidden] { display: none; }`
@@ -241,7 +241,7 @@ export class Panel {
 
     #legendItem(name, text) {
         const item = make("span", { textContent: text })
-        item.style.setProperty("--colour", COLOURS[name])
+        item.style.setProperty("--color", COLORS[name])
         return item
     }
 

@@ -279,7 +279,7 @@ CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
 }
 """What is compared; the node's first row is its best setting."""
 UNLESS_ASKED = ("graft_compiled", "graft_fp8", "graft_nf4", "graft_offload")
-"""Left out by default: every round compiles (use --repeats 1 --steps 5) or quantises again; the last one has
+"""Left out by default: every round compiles (use --repeats 1 --steps 5) or quantizes again; the last one has
 nothing to copy on the CPU."""
 FAILURES = (ImportError, RuntimeError, UnboundLocalError, ValueError)
 """What becomes of a contender that is not installed, cannot train a model, or has too little memory."""

@@ -380,7 +380,7 @@ def _ignore(kind: str, data: dict[str, Any]) -> None:
 
 
 def has_card() -> bool:
-    """Say whether PyTorch finds a device here that is no CPU: of NVIDIA, AMD, Intel or Apple."""
+    """Return whether PyTorch finds a device here that is no CPU: of NVIDIA, AMD, Intel or Apple."""
     import torch
 
     return bool(getattr(torch, "accelerator", torch.cuda).is_available())  # accelerator: from 2.6 on

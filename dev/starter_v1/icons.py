@@ -142,7 +142,7 @@ house-with-garden grinning-cat clinking-beer-mugs snowman-without-snow cloud-wit
 green-salad glowing-star oncoming-taxi
 """.split()
 
-# only the autoencoder sees these, to meet more shapes and colours
+# only the autoencoder sees these, to meet more shapes and colors
 AUTOENCODER_EXTRA = """
 badger beaver dove eagle bird goat raccoon hippopotamus sloth seal turkey lizard squid bouquet hibiscus
 feather burrito butter custard fortune-cookie chestnut coconut olive leafy-green peanuts potato tangerine

@@ -152,7 +152,7 @@ def finetune_decoder(settings: argparse.Namespace) -> None:
 
 
 def build_taesd() -> nn.Module:
-    """Return ComfyUI's TAESD with 16 channels, initialised here as comfy.ops leaves that to a file."""
+    """Return ComfyUI's TAESD with 16 channels, initialized here as comfy.ops leaves that to a file."""
     from comfy.taesd.taesd import TAESD
 
     torch.manual_seed(0)
@@ -299,7 +299,7 @@ def draw_sigmas(count: int, *, shift: float, generator: torch.Generator) -> Tens
 
 
 def build_denoiser(depth: int, context: Tensor, pooled: Tensor) -> nn.Module:
-    """Return ComfyUI's SD3.5 class (hidden = 64 * depth), initialised; positions are computed, not stored.
+    """Return ComfyUI's SD3.5 class (hidden = 64 * depth), initialized; positions are computed, not stored.
 
     Its text inputs have CLIP-L's 768 columns, the only non-zero ones; export adds the others. Their first
     matrix starts whitened by the captions' mean and deviation: random encoders have large constant parts.
@@ -383,7 +383,7 @@ def export(settings: argparse.Namespace) -> None:
 
 
 def draw_samples(settings: argparse.Namespace) -> None:
-    """Draw a labelled grid with ComfyUI's loader and sampler: work/samples.png."""
+    """Draw a labeled grid with ComfyUI's loader and sampler: work/samples.png."""
     import comfy.sample
     import comfy.sd
     from PIL import Image, ImageDraw
@@ -437,7 +437,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cooldown", type=int, default=1200, help="steps at the end with falling learning rate"
     )
-    parser.add_argument("--shift", type=float, default=1.5, help="above 1 favours high noise in training")
+    parser.add_argument("--shift", type=float, default=1.5, help="above 1 favors high noise in training")
     parser.add_argument("--prompts", nargs="*", help="of the samples")
     parser.add_argument("--sheet", default="samples.png", help="file name of the samples")
     parser.add_argument("--seed", type=int, default=1, help="of the samples")

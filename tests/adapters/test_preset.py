@@ -114,7 +114,7 @@ def test_without_convolutions_only_linear_layers_are_trained():
         ('{"name_algo_map": {"a": {"factor": 4}, "b": {"factor": 8}}}', "factor has to be the same"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(preset, message):
+def test_what_cannot_be_honored_is_refused(preset, message):
     with pytest.raises(ValueError, match=message):
         apply_preset(preset, AdapterConfig())
 

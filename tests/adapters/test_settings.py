@@ -15,7 +15,7 @@ from graft.training.adapters.build import (
     build_adapters,
     draws,
     idle_patterns,
-    initialise,
+    initialize,
     limit_norms,
     lr_scales,
     named_parameters,
@@ -236,7 +236,7 @@ def test_methods_that_start_from_the_base_say_so_when_it_is_missing():
     for method in ("dora", "pissa"):
         config = adapter_config(method)
         with pytest.raises(ValueError, match="base weight"):
-            initialise(build_adapters(select(SPECS, FAMILY, config), config), 0)
+            initialize(build_adapters(select(SPECS, FAMILY, config), config), 0)
 
 
 def test_dora_is_refused_for_one_output_because_loaders_would_misread_it():

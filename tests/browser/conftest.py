@@ -1,4 +1,4 @@
-"""One server and one browser for each file of tests. Screenshots go to $GRAFT_ARTEFACTS, else to pytest's
+"""One server and one browser for each file of tests. Screenshots go to $GRAFT_ARTIFACTS, else to pytest's
 own folder.
 """
 
@@ -19,9 +19,9 @@ def running(tmp_path_factory):
     base = tmp_path_factory.mktemp("browser-server")
     folder = base / "input" / "tiny"
     folder.mkdir(parents=True)
-    for colour in ("red", "green", "blue", "white"):
-        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
-        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    for color in ("red", "green", "blue", "white"):
+        Image.new("RGB", (64, 64), color).save(folder / f"{color}.png")
+        (folder / f"{color}.txt").write_text(f"a {color} square")
     with server(find_comfyui(), base, cpu=True) as started:
         started.request("/settings", {"Comfy.TutorialCompleted": True})  # no welcome dialog
         yield started
@@ -34,13 +34,13 @@ def editor(running, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def artefacts(tmp_path_factory):
-    folder = os.environ.get("GRAFT_ARTEFACTS")
+def artifacts(tmp_path_factory):
+    folder = os.environ.get("GRAFT_ARTIFACTS")
     return Path(folder) if folder else tmp_path_factory.mktemp("screenshots")
 
 
 @pytest.fixture(autouse=True)
-def screenshot(request, editor, artefacts):
+def screenshot(request, editor, artifacts):
     """Keep what the page looked like at the end of every test."""
     yield
-    editor.page.screenshot(artefacts / f"{request.node.name}.png")
+    editor.page.screenshot(artifacts / f"{request.node.name}.png")

@@ -1,6 +1,6 @@
 """The picture of the README: Train Steps with its panel, Sample Prompts beside it.
 
-`GRAFT_WHOLE_TEMPLATE=1 GRAFT_ARTEFACTS=FOLDER pytest tests/browser/test_editor_picture.py` takes it when the
+`GRAFT_WHOLE_TEMPLATE=1 GRAFT_ARTIFACTS=FOLDER pytest tests/browser/test_editor_picture.py` takes it when the
 template is done, as FOLDER/editor.png; else it shows two steps.
 """
 
@@ -38,7 +38,7 @@ ADD_SAMPLE_PROMPTS = """(values => {
 })"""
 
 
-def test_the_picture_of_train_steps(editor, artefacts):
+def test_the_picture_of_train_steps(editor, artifacts):
     editor.open()
     editor.open_template("first_lora")
     values = {"prompts": "\n".join(PROMPTS), "width": 128, "height": 128, "steps": 24, "every": 75}
@@ -53,8 +53,8 @@ def test_the_picture_of_train_steps(editor, artefacts):
         f"[...{panel}.querySelectorAll('.samples img')].filter(i => i.naturalWidth).length === 4"
     )
     editor.page.wait_for("!document.querySelector('.p-toast-message')")
-    editor.page.screenshot(artefacts / "editor.png")
-    with Image.open(artefacts / "editor.png") as page:
+    editor.page.screenshot(artifacts / "editor.png")
+    with Image.open(artifacts / "editor.png") as page:
         picture = page.convert("RGB").crop(BOX)
     assert len(picture.getcolors(1 << 24)) > 1000
-    picture.save(artefacts / "editor.png", optimize=True)
+    picture.save(artifacts / "editor.png", optimize=True)

@@ -63,7 +63,7 @@ def test_the_graph_in_a_picture_shows_its_own_run(editor, picture):
     wait(editor, f"{REPORT}.startsWith('step 3') && {REPORT}.includes('anna-')")
 
 
-def test_a_run_of_other_settings_is_labelled_and_its_report_is_not_shown(editor, picture):
+def test_a_run_of_other_settings_is_labeled_and_its_report_is_not_shown(editor, picture):
     open_picture(editor, picture)
     editor.set(TRAIN, learning_rate=0.01)
     editor.load(editor.page.evaluate("app.graph.serialize()"))

@@ -20,7 +20,7 @@ from torch import nn
 from graft.tests.support import dynamic_vram
 from graft.tests.support.adapter_cases import LAYERS, METHODS, adapter_config, base_weight, trained_case
 from graft.tests.support.tiny import FAMILY
-from graft.training.adapters.build import attach, build_adapters, initialise, named_parameters
+from graft.training.adapters.build import attach, build_adapters, initialize, named_parameters
 from graft.training.comfy.model import weights
 from graft.training.files.lora.read import lora_key, lora_tensors, read_lora
 from graft.training.memory.weight_store import Store
@@ -165,7 +165,7 @@ def test_comfyui_modules_compute_the_same_attached_and_patched_by_the_stock_load
     adapters = build_adapters(specs, config)
     plain = compute(network)
     with weights.held(patcher, network, "net", Store("resident", (), torch.float32, CPU)) as base:
-        initialise(adapters, 0, base.layers)
+        initialize(adapters, 0, base.layers)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in (p for p in named_parameters(adapters).values() if p.requires_grad):

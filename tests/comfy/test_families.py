@@ -1,4 +1,4 @@
-"""Every family on a tiny random model of ComfyUI's own classes: recognised, trained whole, left as it was,
+"""Every family on a tiny random model of ComfyUI's own classes: recognized, trained whole, left as it was,
 saved right."""
 
 import contextlib
@@ -104,7 +104,7 @@ def any_size(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_recognised_with_nothing_missing(name, any_size, caplog):
+def test_a_file_is_recognized_with_nothing_missing(name, any_size, caplog):
     network, family = FILES[name]
     with caplog.at_level(logging.WARNING):
         patcher = comfy.sd.load_diffusion_model_state_dict(state_dict(network()))
@@ -113,7 +113,7 @@ def test_a_file_is_recognised_with_nothing_missing(name, any_size, caplog):
 
 
 @every_family
-def test_every_family_is_recognised_and_its_presets_grow(name):
+def test_every_family_is_recognized_and_its_presets_grow(name):
     denoiser = ComfyDenoiser(FAMILIES[name]())
     assert denoiser.family.name == FAMILIES[name].family
     chosen = [

@@ -29,9 +29,9 @@ def four_squares(base):
     """Write the images that `first_lora` trains on into ComfyUI's input folder."""
     folder = base / "input" / "four_squares"
     folder.mkdir(exist_ok=True)
-    for number, colour in enumerate(("red", "green", "blue", "white")):
-        Image.new("RGB", (64, 64 + 32 * (number % 2)), colour).save(folder / f"{colour}.png")
-        (folder / f"{colour}.txt").write_text(f"a {colour} square")
+    for number, color in enumerate(("red", "green", "blue", "white")):
+        Image.new("RGB", (64, 64 + 32 * (number % 2)), color).save(folder / f"{color}.png")
+        (folder / f"{color}.txt").write_text(f"a {color} square")
     return folder
 
 

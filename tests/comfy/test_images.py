@@ -15,8 +15,8 @@ WIDGETS |= {"repeats": 1, "flip": False}
 def trained_on(source, name):
     """The shipped workflow on four pictures, as a batch (node 20) or one by one (21)."""
     prompt = first_lora(name)
-    grey = {"width": 64, "height": 64, "batch_size": 4, "color": 0x808080}
-    prompt["20"] = {"class_type": "EmptyImage", "inputs": grey}
+    gray = {"width": 64, "height": 64, "batch_size": 4, "color": 0x808080}
+    prompt["20"] = {"class_type": "EmptyImage", "inputs": gray}
     prompt["21"] = {"class_type": "RebatchImages", "inputs": {"images": ["20", 0], "batch_size": 1}}
     inputs = {**WIDGETS, "images": [source, 0], "captions": "a\nb\nc\nd"}
     prompt["2"] = {"class_type": "GraftDatasetFromImages", "inputs": inputs}

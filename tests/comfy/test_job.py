@@ -53,9 +53,9 @@ def test_the_graph_sets_inputs_that_the_nodes_have_to_their_own_defaults(graft_n
 
 def images(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    for colour in ("red", "blue"):
-        Image.new("RGB", (64, 64), colour).save(folder / f"{colour}.png")
-        (folder / f"{colour}.txt").write_text(f"a {colour} square, plain")
+    for color in ("red", "blue"):
+        Image.new("RGB", (64, 64), color).save(folder / f"{color}.png")
+        (folder / f"{color}.txt").write_text(f"a {color} square, plain")
 
 
 def small(folder, **process):

@@ -47,7 +47,7 @@ def entry(first, last):
         ("huge.safetensors", struct.pack("<Q", 1 << 40) + b"{}", "no safetensors file"),
         ("nested.safetensors", raw(b'{"a":' * 100_000), "damaged"),
         ("text.safetensors", raw(b"{not json!"), "damaged"),
-        ("other.safetensors", raw({"a": entry(0, 8)}, bytes(8)), r"recognises|cannot load.*\S\); choose"),
+        ("other.safetensors", raw({"a": entry(0, 8)}, bytes(8)), r"recognizes|cannot load.*\S\); choose"),
         ("list.safetensors", raw(b'["a"]'), "no safetensors file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Samples while training, in ComfyUI's own executor: they show what is learnt and change nothing in it."""
+"""Samples while training, in ComfyUI's own executor: they show what is learned and change nothing in it."""
 
 from __future__ import annotations
 

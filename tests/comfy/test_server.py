@@ -38,9 +38,9 @@ def prompt(name, **train):
 def folder(tmp_path_factory):
     base = tmp_path_factory.mktemp("restarted")
     (base / "input" / "tiny").mkdir(parents=True)
-    for colour in ("red", "blue"):
-        Image.new("RGB", (64, 64), colour).save(base / "input" / "tiny" / f"{colour}.png")
-        (base / "input" / "tiny" / f"{colour}.txt").write_text(colour)
+    for color in ("red", "blue"):
+        Image.new("RGB", (64, 64), color).save(base / "input" / "tiny" / f"{color}.png")
+        (base / "input" / "tiny" / f"{color}.txt").write_text(color)
     return base
 
 

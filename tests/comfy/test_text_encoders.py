@@ -150,8 +150,8 @@ def test_what_the_text_encoders_learn_counts_on_held_out_images(trained):
     _, _, denoiser, dataset, state = trained("sdxl")
     start = initial_state(denoiser, CONFIG).weights
     text = {key: weight if is_text(key) else start[key] for key, weight in state.weights.items()}
-    learnt = validation_loss(denoiser, dataset, state=dataclasses.replace(state, weights=text))
-    assert learnt != pytest.approx(validation_loss(denoiser, dataset), rel=1e-6)
+    learned = validation_loss(denoiser, dataset, state=dataclasses.replace(state, weights=text))
+    assert learned != pytest.approx(validation_loss(denoiser, dataset), rel=1e-6)
 
 
 @every

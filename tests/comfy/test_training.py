@@ -265,19 +265,19 @@ def test_cudnns_attention_is_left_out_while_the_base_is_held(patcher, monkeypatc
 
 
 def test_a_layer_that_is_no_nn_linear_is_trained(patcher):
-    class Quantised(torch.nn.Module):
+    class Quantized(torch.nn.Module):
         def __init__(self, linear):
             super().__init__()
             self.weight, self.bias = linear.weight, linear.bias
             self.in_features, self.out_features = linear.in_features, linear.out_features
 
     block = patcher.model.diffusion_model.joint_blocks[0].x_block
-    block.attn.qkv = Quantised(block.attn.qkv)
+    block.attn.qkv = Quantized(block.attn.qkv)
     assert "joint_blocks.0.x_block.attn.qkv" in ComfyDenoiser(patcher).specs
     run(patcher, steps=2)
 
 
-def test_fp8_weights_with_a_scale_are_dequantised_in_both_passes():
+def test_fp8_weights_with_a_scale_are_dequantized_in_both_passes():
     linear = torch.nn.Linear(8, 8, bias=False)
     plain = linear.weight.detach().clone()
     linear.weight = torch.nn.Parameter((plain * 16).to(torch.float8_e4m3fn), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What is made of one image: where a mirrored crop began, and which colours it has."""
+"""What is made of one image: where a mirrored crop began, and which colors it has."""
 
 import colorsys
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from graft.tests.support.datasets import SMALL
-from graft.training.data.augment import Jitter, View, recolour, views_for
+from graft.training.data.augment import Jitter, View, recolor, views_for
 from graft.training.data.bucket import Crop
 from graft.training.data.config import AugmentConfig, DatasetConfig
 
@@ -21,23 +21,23 @@ def test_a_mirrored_crop_began_as_far_from_the_other_side():
 
 
 @pytest.mark.parametrize("hue", [-0.25, 0.1, 0.5])
-def test_hue_turns_the_colour_circle_and_keeps_the_light(hue):
+def test_hue_turns_the_color_circle_and_keeps_the_light(hue):
     image = 0.4 + 0.2 * np.random.default_rng(0).random((8, 8, 3), np.float32)
-    found = recolour(image, Jitter(1, 1, 1, hue))
+    found = recolor(image, Jitter(1, 1, 1, hue))
     np.testing.assert_allclose(found @ np.float32(LUMA), image @ np.float32(LUMA), rtol=1e-4)
     for before, after in zip(image.reshape(-1, 3), found.reshape(-1, 3)):
         (_, i, q), (_, turned_i, turned_q) = colorsys.rgb_to_yiq(*before), colorsys.rgb_to_yiq(*after)
         angle = math.atan2(turned_q, turned_i) - math.atan2(q, i) - 2 * math.pi * hue
         assert abs(math.remainder(angle, 2 * math.pi)) < 0.1
-    np.testing.assert_allclose(recolour(found, Jitter(1, 1, 1, -hue)), image, atol=1e-4)
+    np.testing.assert_allclose(recolor(found, Jitter(1, 1, 1, -hue)), image, atol=1e-4)
 
 
-def test_colours_stay_within_their_range():
-    found = recolour(np.float32([[[0.9, 0.1, 0.5]]]), Jitter(1.5, 2, 1, 0))
+def test_colors_stay_within_their_range():
+    found = recolor(np.float32([[[0.9, 0.1, 0.5]]]), Jitter(1.5, 2, 1, 0))
     assert found.dtype == np.float32 and found.min() == 0 and found.max() == 1
 
 
-def test_colours_are_drawn_within_what_was_asked_for_and_alike_in_every_run():
+def test_colors_are_drawn_within_what_was_asked_for_and_alike_in_every_run():
     augment = AugmentConfig(brightness=0.2, hue=0.1, variations=60)
     config = DatasetConfig(bucket=SMALL.bucket, augment=augment)
     [views] = views_for(100, 100, "content", config, step=16)

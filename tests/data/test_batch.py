@@ -163,7 +163,7 @@ def test_both_orientations_are_cached_and_shown(tmp_path):
     assert torch.allclose(one, two.flip(-1), atol=0.01)
 
 
-def test_random_crops_and_colours_are_drawn_among_the_cached_ones(tmp_path):
+def test_random_crops_and_colors_are_drawn_among_the_cached_ones(tmp_path):
     augment = AugmentConfig(
         crop="random", brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, variations=3
     )

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from graft.tests.support.datasets import HEIC, add, picture
-from graft.training.data.augment import Jitter, recolour
+from graft.training.data.augment import Jitter, recolor
 from graft.training.data.bucket import crop_box
 from graft.training.data.image import crop_mask, read_mask, read_picture
 from graft.training.data.image_file import BadImage, read_header
@@ -49,7 +49,7 @@ def test_sixteen_bit_gray_keeps_its_range_and_precision(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr"])
-def test_every_colour_mode_becomes_the_same_picture(tmp_path, mode):
+def test_every_color_mode_becomes_the_same_picture(tmp_path, mode):
     image = Image.new("RGB", (32, 32), (255, 255, 255)).convert(mode)
     add(tmp_path, "a.tiff", image=image)
     assert np.abs(pixels(tmp_path / "a.tiff") - 1).max() < 0.02
@@ -84,25 +84,25 @@ def linear_profile():
     return head + bytes(12) + b"acsp" + bytes(28) + white + bytes(48) + table + body
 
 
-def test_a_colour_profile_is_converted_to_srgb(tmp_path):
+def test_a_color_profile_is_converted_to_srgb(tmp_path):
     path = add(tmp_path, "a.png", image=Image.new("RGB", (16, 16), (128,) * 3), icc_profile=linear_profile())
     assert np.abs(pixels(path) - 0.737).max() < 0.01  # 0.5 of the light is 0.735 in sRGB (IEC 61966-2-1)
 
 
-def test_a_useless_colour_profile_is_ignored_with_a_warning(tmp_path, caplog):
+def test_a_useless_color_profile_is_ignored_with_a_warning(tmp_path, caplog):
     path = add(tmp_path, "a.png", image=picture(16, 16), icc_profile=b"no profile at all")
     with caplog.at_level(logging.WARNING):
         assert pixels(path).shape == (16, 16, 3)
-    assert "colour profile ignored" in caplog.text
+    assert "color profile ignored" in caplog.text
 
 
-def test_transparency_is_laid_on_the_chosen_colour(tmp_path):
+def test_transparency_is_laid_on_the_chosen_color(tmp_path):
     path = add(tmp_path, "a.png", image=Image.new("RGBA", (16, 16), (255, 0, 0, 0)))
     assert read_header(path).has_alpha
     assert np.allclose(pixels(path, background="#00ff00"), [0, 1, 0])
 
 
-def test_a_transparent_palette_colour_is_transparency(tmp_path):
+def test_a_transparent_palette_color_is_transparency(tmp_path):
     image = Image.new("P", (16, 16))
     image.putpalette([9, 9, 9])
     path = add(tmp_path, "a.png", image=image, transparency=0)
@@ -208,12 +208,12 @@ def test_a_mask_of_another_shape_is_refused():
         crop_mask(Image.new("L", (32, 16)), (64, 64), (0, 0, 64, 64), (8, 8))
 
 
-def test_colour_jitter_does_what_its_names_say():
+def test_color_jitter_does_what_its_names_say():
     pixels = np.random.default_rng(0).random((8, 8, 3), np.float32) * 0.4 + 0.3
     luma = pixels @ np.array([0.299, 0.587, 0.114], np.float32)
-    assert np.allclose(recolour(pixels, Jitter(1, 1, 1, 0)), pixels, atol=1e-6)
-    assert np.allclose(recolour(pixels, Jitter(0.5, 1, 1, 0)), pixels / 2, atol=1e-6)
-    assert np.allclose(recolour(pixels, Jitter(1, 0, 1, 0)), luma.mean(), atol=1e-5)
-    assert np.allclose(recolour(pixels, Jitter(1, 1, 0, 0)), luma[..., None], atol=1e-5)
-    turned = recolour(pixels, Jitter(1, 1, 0.5, 0.25))
+    assert np.allclose(recolor(pixels, Jitter(1, 1, 1, 0)), pixels, atol=1e-6)
+    assert np.allclose(recolor(pixels, Jitter(0.5, 1, 1, 0)), pixels / 2, atol=1e-6)
+    assert np.allclose(recolor(pixels, Jitter(1, 0, 1, 0)), luma.mean(), atol=1e-5)
+    assert np.allclose(recolor(pixels, Jitter(1, 1, 0, 0)), luma[..., None], atol=1e-5)
+    turned = recolor(pixels, Jitter(1, 1, 0.5, 0.25))
     assert np.allclose(turned @ np.array([0.299, 0.587, 0.114]), luma, atol=1e-3)  # a hue has no brightness

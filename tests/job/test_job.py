@@ -1,4 +1,4 @@
-"""The job file: every key of the layout is honoured, or refused by name with what to do."""
+"""The job file: every key of the layout is honored, or refused by name with what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAME = "the graph is the one without the key"
 DDPM = ("sdxl", "xl", "v2", "ssd", "vega")
 """model.is_...: whose noise levels ai-toolkit's timestep_type says nothing about."""
 
-HONOURED = {
+HONORED = {
     "job": ("extension", SAME),
     "meta.name": ("[name]", {"document.meta": {"name": "mine"}}),
     "meta.version": ("1.0", {"document.meta": {"version": "1.0"}}),
@@ -390,7 +390,7 @@ def setting(job, target):
     return len(job.nodes(name)) if node == "nodes" else job.nodes(NODES[node].kind)[0]["inputs"][name]
 
 
-def assert_honoured(job, expected, without):
+def assert_honored(job, expected, without):
     """The job has all that is expected, of which the one without the key has at least something otherwise."""
     if expected is SAME:
         assert replace(job, document={}) == replace(without, document={})
@@ -400,25 +400,25 @@ def assert_honoured(job, expected, without):
 
 
 def test_the_tables_of_this_test_are_complete():
-    known = HONOURED.keys() | REFUSED.keys() | HARMLESS.keys() | {"config.process"}
+    known = HONORED.keys() | REFUSED.keys() | HARMLESS.keys() | {"config.process"}
     assert known == ROOT_KEYS.keys() | KEYS.keys()
     assert DATASET.keys() | DATASET_HARMLESS.keys() == DATASET_KEYS.keys()
 
 
 def test_a_key_that_changes_nothing_is_refused_with_another_value_or_harmless_for_a_reason():
-    for honoured, refused in ((HONOURED, REFUSED), (DATASET, DATASET_REFUSED)):
-        assert {key for key, (_, expected) in honoured.items() if expected is SAME} <= refused.keys()
+    for honored, refused in ((HONORED, REFUSED), (DATASET, DATASET_REFUSED)):
+        assert {key for key, (_, expected) in honored.items() if expected is SAME} <= refused.keys()
     for table, harmless in ((KEYS, HARMLESS), (DATASET_KEYS, DATASET_HARMLESS)):
         reasons = {key: read for key, read in table.items() if isinstance(read, Beside)}
         assert reasons.keys() == harmless.keys() and all(read.why for read in reasons.values())
         assert all([read.switch] == list(harmless[key][1]) for key, read in reasons.items())
 
 
-@pytest.mark.parametrize("key", HONOURED)
-def test_a_key_of_the_layout_is_honoured(key, tmp_path):
-    value, expected = HONOURED[key]
+@pytest.mark.parametrize("key", HONORED)
+def test_a_key_of_the_layout_is_honored(key, tmp_path):
+    value, expected = HONORED[key]
     without = compile_job(put(document(), NEEDED.get(key, {})), tmp_path)
-    assert_honoured(compile_job(document(key, value), tmp_path), expected, without)
+    assert_honored(compile_job(document(key, value), tmp_path), expected, without)
 
 
 @pytest.mark.parametrize("key", HARMLESS)
@@ -433,16 +433,16 @@ def test_a_harmless_key_changes_nothing_beside_its_switch_and_is_refused_without
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_key_that_cannot_be_honoured_is_refused_by_name(key, tmp_path):
+def test_a_key_that_cannot_be_honored_is_refused_by_name(key, tmp_path):
     with pytest.raises(ValueError, match=key.replace("[", r"\[")):
         compile_job(document(key, REFUSED[key]), tmp_path)
 
 
 @pytest.mark.parametrize("key", DATASET)
-def test_a_key_of_a_dataset_is_honoured(key, tmp_path):
+def test_a_key_of_a_dataset_is_honored(key, tmp_path):
     value, expected = DATASET[key]
     without = compile_job(document(), tmp_path)
-    assert_honoured(compile_job(document(**{key: value}), tmp_path), expected, without)
+    assert_honored(compile_job(document(**{key: value}), tmp_path), expected, without)
 
 
 @pytest.mark.parametrize("key", DATASET_HARMLESS)
@@ -457,7 +457,7 @@ def test_a_harmless_key_of_a_dataset_is_refused_without_its_switch(key, tmp_path
 
 
 @pytest.mark.parametrize("key", DATASET_REFUSED)
-def test_a_key_of_a_dataset_that_cannot_be_honoured_is_refused_by_name(key, tmp_path):
+def test_a_key_of_a_dataset_that_cannot_be_honored_is_refused_by_name(key, tmp_path):
     with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: .*(Remove the key|Set it to)"):
         compile_job(document(**{key: DATASET_REFUSED[key]}), tmp_path)
 
@@ -787,7 +787,7 @@ def rounded(qtype):
 
 
 @pytest.mark.parametrize(("qtype", "base"), [("float8", "fp8"), ("int8", "int8"), ("nf4", "nf4")])
-def test_the_format_of_a_rounded_base_is_honoured(qtype, base, tmp_path):
+def test_the_format_of_a_rounded_base_is_honored(qtype, base, tmp_path):
     assert setting(compile_job(rounded(qtype), tmp_path), "memory.base") == base
 
 

@@ -16,7 +16,7 @@ def rounded(value, count=20000):
     return stochastic_bf16(torch.full((count,), value), torch.Generator().manual_seed(0)).float()
 
 
-def test_stochastic_rounding_gives_the_two_neighbours_and_the_value_on_average():
+def test_stochastic_rounding_gives_the_two_neighbors_and_the_value_on_average():
     low, high = 1.0, 1.0078125  # bf16 has 8 bits
     values = rounded(1.002)
     assert set(values.tolist()) == {low, high}

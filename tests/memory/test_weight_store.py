@@ -40,7 +40,7 @@ def error(value, exact):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantising_stays_within_its_stated_error(name, dtype):
+def test_quantizing_stays_within_its_stated_error(name, dtype):
     assert error(pack(weight(), name, dtype).weight(dtype), weight()) <= ERRORS[name]
 
 
@@ -56,7 +56,7 @@ def test_a_packed_weight_takes_the_bytes_it_promises(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gradients_are_those_of_the_dequantised_base(name):
+def test_gradients_are_those_of_the_dequantized_base(name):
     """The layer computes with the rounded weight in both directions."""
     store = Store(name, ("blocks.*",), torch.float32, CPU)
     spec = LayerSpec("linear", (128, 256))

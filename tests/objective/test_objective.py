@@ -343,7 +343,7 @@ def test_an_image_of_half_the_weight_counts_half_in_the_mean():
     torch.testing.assert_close(found, (each * weights).mean())
 
 
-def test_masked_loss_is_renormalised_and_leaves_out_what_is_masked():
+def test_masked_loss_is_renormalized_and_leaves_out_what_is_masked():
     batch = TinyDataset().batch(4, seed=0, index=0)
     masks = torch.zeros(4, 1, 8, 8)
     masks[:, :, :, :4] = 1.0

@@ -19,20 +19,20 @@ from graft.training.run.drawing import (
 TEXT = {"title": "my_lora", "subtitle": "600 steps"}
 
 
-def colours(image):
-    return {colour for _, colour in image.getcolors(1 << 24)}
+def colors(image):
+    return {color for _, color in image.getcolors(1 << 24)}
 
 
 def shows(page, wanted):
-    """Whether a colour is there, give or take what resampling does to a thin line."""
-    return any(max(abs(a - b) for a, b in zip(wanted, found, strict=True)) <= 12 for found in colours(page))
+    """Whether a color is there, give or take what resampling does to a thin line."""
+    return any(max(abs(a - b) for a, b in zip(wanted, found, strict=True)) <= 12 for found in colors(page))
 
 
 def test_every_picture_is_on_the_grid_at_one_height():
     made = [Image.new("RGB", (64, 32 * (n + 1)), (n + 1, 200, 10)) for n in range(4)]
     columns = [Column("a prompt that is long", "", made[:2]), Column("another", "note", made[2:])]
     page = sample_grid(columns, ["step 1\nstrength 1", "step 2\nstrength 1"], height=48, **TEXT)
-    assert {(n + 1, 200, 10) for n in range(4)} <= colours(page)
+    assert {(n + 1, 200, 10) for n in range(4)} <= colors(page)
 
 
 @pytest.mark.parametrize("losses", [[0.5], [0.5, 0.5], [1.0 / (n + 1) for n in range(600)], [0.0] * 9])

@@ -411,7 +411,7 @@ def test_no_optimizer_that_reaches_every_parameter_is_said_to_leave_some_out(nam
 
 def test_a_run_that_nothing_reaches_is_stopped(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "any", lambda self: False)
-    with pytest.raises(ValueError, match="nothing would be learnt"):
+    with pytest.raises(ValueError, match="nothing would be learned"):
         train_without_a_folder(steps=2)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graft.training.adapters.build import (
     Adapter,
     build_adapters,
-    initialise,
+    initialize,
     named_parameters,
     needs_base,
     select,
@@ -78,7 +78,7 @@ def case(method: str, layer: str, **changes) -> tuple[FrozenLayer, Adapter, Tens
     module, x = LAYERS[layer]()
     frozen = frozen_layer(module)
     adapters = build_adapters({frozen.name: frozen.spec}, adapter_config(method, **changes))
-    initialise(adapters, 0, {frozen.name: frozen})
+    initialize(adapters, 0, {frozen.name: frozen})
     return frozen, adapters[frozen.name], x
 
 
@@ -119,6 +119,6 @@ def fresh_state(denoiser, config: TrainConfig) -> TrainState:
     """Step 0 of a run."""
     adapters = build_adapters(select(denoiser.specs, denoiser.family, config.adapter), config.adapter)
     with denoiser.hold(torch.float32) as base:
-        initialise(adapters, config.seed, base.layers if needs_base(adapters) else None)
+        initialize(adapters, config.seed, base.layers if needs_base(adapters) else None)
     weights = {name: tensor.detach() for name, tensor in named_parameters(adapters).items()}
     return TrainState(0, config.adapter, denoiser.fingerprint, weights)

@@ -151,15 +151,13 @@ def _assert_together(operation: Any, arguments: tuple[Any, ...]) -> None:
 def _host(value: Any) -> Any:
     """Return the CPU's view of a tensor of the card, and the CPU for the card."""
     if isinstance(value, Tensor) and value.device.type == NAME:
-        return _relabelled(value, HOST)
+        return _relabeled(value, HOST)
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
 
 def on_card(value: Any) -> Any:
     """Return the card's view of a tensor of the CPU."""
-    return (
-        _relabelled(value, EXTENSION) if isinstance(value, Tensor) and value.device.type == "cpu" else value
-    )
+    return _relabeled(value, EXTENSION) if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
 class _Device(ctypes.Structure):
@@ -172,7 +170,7 @@ class _Tensor(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("device", _Device))
 
 
-def _relabelled(tensor: Tensor, kind: int) -> Tensor:
+def _relabeled(tensor: Tensor, kind: int) -> Tensor:
     """Return a tensor over the same memory as one of another device."""
     capsule = torch._C._to_dlpack(tensor.detach())
     device = _Tensor.from_address(_pointer(capsule, b"dltensor")).device

@@ -51,7 +51,7 @@ class Editor:
         opened = f"{WORKFLOW}.path.endsWith('/{name}.json')"
         for _ in self._attempts(opened):
             with contextlib.suppress(TimeoutError):  # a dialog that moves on while its pictures come
-                self._click_until(_labelled("Templates"), f"!!({graft})")
+                self._click_until(_labeled("Templates"), f"!!({graft})")
                 self._click_until(graft, f"!!({card})")
                 self._click_until(card, f"!document.querySelector('{DIALOG}')")
 
@@ -84,10 +84,10 @@ class Editor:
     def run(self) -> None:
         """Press Run, once no message lies over it."""
         self.page.wait_for("!document.querySelector('.p-toast-message')")
-        self.page.click_on(_labelled("Run"))
+        self.page.click_on(_labeled("Run"))
 
     def cancel(self) -> None:
-        self.page.click_on(_labelled("Cancel current run"))
+        self.page.click_on(_labeled("Cancel current run"))
 
     def watch_progress(self) -> None:
         """Collect [node, value, max] of the server's progress events in window.graftSeen."""
@@ -123,7 +123,7 @@ def _node(number: int) -> str:
     return f"app.graph.getNodeById({number})"
 
 
-def _labelled(label: str) -> str:
+def _labeled(label: str) -> str:
     return (
         "[...document.querySelectorAll('button')].find("
         f"b => (b.getAttribute('aria-label') || b.textContent).trim() === {json.dumps(label)})"

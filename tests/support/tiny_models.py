@@ -2,7 +2,7 @@
 loader.
 
 `TINY[name]()` is a ModelPatcher of 0.1 to 3 M parameters to train on; `files()` are state dicts that
-ComfyUI's loader must recognise by their names and shapes, at the sizes it insists on.
+ComfyUI's loader must recognize by their names and shapes, at the sizes it insists on.
 """
 
 from __future__ import annotations

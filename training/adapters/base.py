@@ -33,11 +33,11 @@ class Adapter(nn.Module):
     suffixes: ClassVar[Mapping[str, str]]
     """Parameter name -> suffix of its key in a LoRA file."""
     starts_at_zero: ClassVar[tuple[str, ...]]
-    """Parameters that `initialise` leaves at 0, but for PiSSA's: the ones that LoRA+ trains faster."""
+    """Parameters that `initialize` leaves at 0, but for PiSSA's: the ones that LoRA+ trains faster."""
     padded_with_zeros: ClassVar[tuple[str, ...]]
     """Parameters whose further rank components must be 0 for a larger rank to give the same difference."""
     needs_base: ClassVar[bool] = False
-    """Whether `initialise` needs the base weight."""
+    """Whether `initialize` needs the base weight."""
     exact: ClassVar[tuple[str, ...]] = ()
     """Parameters near numbers of the base, whose small changes count: always float32."""
 
@@ -47,7 +47,7 @@ class Adapter(nn.Module):
         self.config = config
         self.scale = config.effective_alpha / config.rank
 
-    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """Set the parameters so that the adapter changes nothing yet and every one can learn.
 
         `base` is the frozen weight in float32, for the methods that need it.

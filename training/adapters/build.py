@@ -81,7 +81,7 @@ def restore_adapters(
     return adapters
 
 
-def initialise(
+def initialize(
     adapters: Mapping[str, Adapter],
     seed: int,
     layers: Mapping[str, FrozenLayer] | None = None,
@@ -95,11 +95,11 @@ def initialise(
         base = None
         if adapter.needs_base and layers is not None:
             base = layers[path].weight(torch.float32, device or torch.device("cpu"))
-        adapter.initialise(rng.generator(seed, "init", path), base)
+        adapter.initialize(rng.generator(seed, "init", path), base)
 
 
 def needs_base(adapters: Mapping[str, Adapter]) -> bool:
-    """Say whether `initialise` must be given the base's layers."""
+    """Return whether `initialize` must be given the base's layers."""
     return any(adapter.needs_base for adapter in adapters.values())
 
 
@@ -148,7 +148,7 @@ __all__ = [
     "draws",
     "for_layer",
     "idle_patterns",
-    "initialise",
+    "initialize",
     "limit_norms",
     "lr_scales",
     "matches",

@@ -37,9 +37,9 @@ class DoRA(LoRA):
             )
         self.magnitude = nn.Parameter(torch.empty(1, spec.shape[1], *(1,) * len(spec.shape[2:])))
 
-    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """As LoRA, and the base's own lengths."""
-        super().initialise(generator, base)
+        super().initialize(generator, base)
         with torch.no_grad():
             self.magnitude.copy_(column_lengths(_given(base)))
 
@@ -74,6 +74,6 @@ def column_lengths(weight: Tensor) -> Tensor:
 def _given(base: Tensor | None) -> Tensor:
     if base is None:
         raise UserError(
-            "DoRA depends on the base weight; give it, as in delta(base) and initialise(generator, base)."
+            "DoRA depends on the base weight; give it, as in delta(base) and initialize(generator, base)."
         )
     return base

@@ -38,12 +38,12 @@ class Draw:
         self.config, self.path, self.x = config, path, x
 
     def drops_nothing(self) -> bool:
-        """Say whether the adapter computes as it does outside training."""
+        """Return whether the adapter computes as it does outside training."""
         config = self.config
         return _current is None or not (config.dropout or config.rank_dropout or config.module_dropout)
 
     def leaves_out_module(self) -> bool:
-        """Say whether the adapter takes no part; the others are not scaled up for it (as in sd-scripts)."""
+        """Return whether the adapter takes no part; the others are not scaled up for it (as in sd-scripts)."""
         share = self.config.module_dropout
         return _current is not None and bool(share) and self._uniform("module", 1).item() < share
 

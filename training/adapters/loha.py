@@ -39,7 +39,7 @@ class LoHa(Adapter):
             if self.tucker:
                 self.register_parameter(f"t{half}", nn.Parameter(torch.empty(rank, rank, *spec.shape[2:])))
 
-    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """As LyCORIS: N(0, 1) inputs, N(0, 0.1) outputs and kernels, and zeros in `w2_a`, so that dW is 0."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():

@@ -56,7 +56,7 @@ class LoKr(Adapter):
             self._add("w2_a", out2, rank)
             self._add("w2_b", rank, in2 * math.prod(kernel))
 
-    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """Kaiming-uniform, as LyCORIS, and zeros in `w2` or `w2_b`, so that dW is 0."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():

@@ -40,7 +40,7 @@ class LoRA(Adapter):
         if self.tucker:
             self.mid = nn.Parameter(torch.empty(config.rank, config.rank, *kernel))
 
-    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """Kaiming-uniform (or N(0, 1/rank)) `down`, zero `up`, as the paper's code: dW is 0, `up` learns."""
         with torch.no_grad():
             for factor in (self.down, self.mid) if self.tucker else (self.down,):
@@ -97,5 +97,5 @@ def masked(factor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def kernel_can_be_decomposed(spec: LayerSpec) -> bool:
-    """Say whether a Tucker decomposition makes sense here: ComfyUI loads it for 2D kernels only."""
+    """Return whether a Tucker decomposition makes sense here: ComfyUI loads it for 2D kernels only."""
     return spec.kind == "conv2d" and any(side > 1 for side in spec.shape[2:])

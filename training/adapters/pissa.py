@@ -29,11 +29,11 @@ class PiSSA(LoRA):
         self.down0 = nn.Parameter(torch.empty_like(self.down), requires_grad=False)
         self.up0 = nn.Parameter(torch.empty_like(self.up), requires_grad=False)
 
-    def initialise(self, generator: torch.Generator, base: Tensor | None = None) -> None:
+    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
         """Split the largest singular values evenly between the factors; any missing are drawn as in LoRA."""
         if base is None:
-            raise UserError("PiSSA starts from the base weight; give it, as in initialise(generator, base).")
-        super().initialise(generator)
+            raise UserError("PiSSA starts from the base weight; give it, as in initialize(generator, base).")
+        super().initialize(generator)
         u, s, v = principal(base.flatten(1), self.config.rank, generator)
         root = (s / self.scale).sqrt()
         with torch.no_grad():

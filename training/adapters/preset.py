@@ -5,7 +5,7 @@
  "exclude_name": ["*.0.*"], "use_fnmatch": true}
 
 Names are patterns over ComfyUI's module paths; a class of modules stands for the patterns in MODULES. A key
-that could not be honoured is refused, never left out
+that could not be honored is refused, never left out
 (https://github.com/KohakuBlueleaf/LyCORIS/blob/main/docs/Preset.md).
 """
 
@@ -53,7 +53,7 @@ SHARED = {
 def apply_preset(text: str, config: AdapterConfig) -> AdapterConfig:
     """Return `config` with the layers and per-layer settings of a preset.
 
-    Raises UserError for text that is no such preset, and for anything in it that could not be honoured.
+    Raises UserError for text that is no such preset, and for anything in it that could not be honored.
     """
     try:
         preset = parse_json(text)

@@ -121,7 +121,7 @@ def in_blocks(specs: Mapping[str, LayerSpec], family: Family, ranges: str) -> se
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Say whether any pattern matches: a glob, or after "re:" a regular expression over the whole path."""
+    """Return whether any pattern matches: a glob, or after "re:" a regular expression over the whole path."""
     return any(_matches(path, pattern) for pattern in patterns)
 
 

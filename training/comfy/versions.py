@@ -20,7 +20,7 @@ try:
 except ImportError:  # before mixed-precision checkpoints
 
     class QuantizedTensor:  # type: ignore[no-redef]
-        """Stands in where ComfyUI has no quantised tensors, so that isinstance is False."""
+        """Stands in where ComfyUI has no quantized tensors, so that isinstance is False."""
 
 
 def running_server() -> Any:

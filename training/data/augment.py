@@ -1,4 +1,4 @@
-"""The pictures that are made of one image: crops, mirror images, colours. Each has a place in the cache.
+"""The pictures that are made of one image: crops, mirror images, colors. Each has a place in the cache.
 
 The one rule: what is drawn depends on the image's content and the settings alone, so it stays cached.
 """
@@ -18,14 +18,14 @@ from .bucket import Crop, Size, buckets_for, crop_box, crops_for
 from .config import AugmentConfig, DatasetConfig
 from .image import Picture, Pixels
 
-# Rec. 601 luma, and the YIQ colour plane in which a hue is an angle (FCC 1953; also W3C SVG 1.1, hueRotate).
+# Rec. 601 luma, and the YIQ color plane in which a hue is an angle (FCC 1953; also W3C SVG 1.1, hueRotate).
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 _TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
 
 
 @dataclass(frozen=True, repr=False)
 class Jitter:
-    """Factors on brightness, contrast and saturation, and a turn of the colour circle (1 is once around)."""
+    """Factors on brightness, contrast and saturation, and a turn of the color circle (1 is once around)."""
 
     brightness: float
     contrast: float
@@ -36,7 +36,7 @@ class Jitter:
 
 @dataclass(frozen=True)
 class View:
-    """One picture made of an image: a crop, perhaps mirrored, perhaps with changed colours."""
+    """One picture made of an image: a crop, perhaps mirrored, perhaps with changed colors."""
 
     crop: Crop
     flip: bool = False
@@ -87,11 +87,11 @@ def render(picture: Picture, view: View) -> Pixels:
     """Return a view as (H, W, 3) float32 in 0..1."""
     pixels = picture.crop(view.crop.box, view.crop.bucket)
     if view.jitter is not None:
-        pixels = recolour(pixels, view.jitter)
+        pixels = recolor(pixels, view.jitter)
     return np.ascontiguousarray(pixels[:, ::-1] if view.flip else pixels)
 
 
-def recolour(pixels: Pixels, jitter: Jitter) -> Pixels:
+def recolor(pixels: Pixels, jitter: Jitter) -> Pixels:
     """Return pixels (H, W, 3) in 0..1 with brightness, contrast, saturation and hue changed in turn."""
     pixels = pixels * np.float32(jitter.brightness)
     mean = float((pixels @ _LUMA).mean())

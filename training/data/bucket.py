@@ -124,7 +124,7 @@ def crop_box(width: int, height: int, bucket: Size, *, at: tuple[float, float] =
 
 
 def crops_for(width: int, height: int, bucket: Size, config: AugmentConfig, *, content: str) -> list[Crop]:
-    """Return the crops of an image that are cached: one, or `variations` where crop or colours are random.
+    """Return the crops of an image that are cached: one, or `variations` where crop or colors are random.
 
     Random places are keyed by `content`, so the same image is cropped alike in every run.
     """

@@ -92,7 +92,7 @@ class _Work:
         self._written: set[tuple[str, bytes]] = set()
 
     def lacks(self, kind: str, key: bytes) -> bool:
-        """Say whether an entry has to be made."""
+        """Return whether an entry has to be made."""
         if key == NO_MASK:
             return False
         return (self.recache and (kind, key) not in self._written) or not self.store.has(kind, key)

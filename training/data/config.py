@@ -102,7 +102,7 @@ class BucketConfig:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Cropping, mirroring and colour jitter. None of them switches the latent cache off.
+    """Cropping, mirroring and color jitter. None of them switches the latent cache off.
 
     What is random is drawn `variations` times an image, keyed by the image's content, and every drawing is
     cached; mirroring doubles that. Training then draws among the cached ones.
@@ -116,9 +116,9 @@ class AugmentConfig:
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
-    """0.1 turns the colour circle by up to a tenth of it, either way."""
+    """0.1 turns the color circle by up to a tenth of it, either way."""
     variations: int = 4
-    """Cached drawings an image of random or corner crops and colour jitter; unused where neither is on."""
+    """Cached drawings an image of random or corner crops and color jitter; unused where neither is on."""
 
     def __post_init__(self) -> None:
         for name in ("brightness", "contrast", "saturation", "hue"):
@@ -169,7 +169,7 @@ class DatasetConfig:
     skip_bad: bool = False
     """Train without files that cannot be used. They are listed in the report; otherwise they stop the run."""
     background: str = "#ffffff"
-    """Transparent images are laid on this colour."""
+    """Transparent images are laid on this color."""
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     bucket: BucketConfig = field(default_factory=BucketConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -181,7 +181,7 @@ def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Itera
 
 
 def _is_read(folder: str, config: DatasetConfig) -> bool:
-    """Say whether a folder in a folder that is read is read too."""
+    """Return whether a folder in a folder that is read is read too."""
     return config.recursive or bool(_repeats_in(folder))
 
 

@@ -64,9 +64,9 @@ def read_picture(path: Path, *, background: str = "#ffffff") -> Picture:
         turn = _UPRIGHT.get(upright(image))
         decode(image)
         try:
-            planes, alpha = _colour(image, background)
+            planes, alpha = _color(image, background)
         except (ValueError, OSError) as error:
-            raise BadImage(f"colours cannot be converted from {image.mode} to RGB ({error})") from error
+            raise BadImage(f"colors cannot be converted from {image.mode} to RGB ({error})") from error
         if turn is not None:
             planes = tuple(plane.transpose(turn) for plane in planes)
             alpha = alpha.transpose(turn) if alpha is not None else None
@@ -116,15 +116,15 @@ def crop_mask(mask: Image.Image, image_size: Size, box: Box, size: Size) -> NDAr
     return np.asarray(mask.resize(size, Image.Resampling.BOX, box=scaled))
 
 
-def _colour(image: Image.Image, background: str) -> tuple[tuple[Image.Image, ...], Image.Image | None]:
+def _color(image: Image.Image, background: str) -> tuple[tuple[Image.Image, ...], Image.Image | None]:
     if image.mode in _DEEP_GRAY:
         return (_plane_from(_unit_range(image)),), None
     if has_alpha(image):
         full = image.convert("RGBA")
         alpha = full.getchannel("A")
-        colour = _to_srgb(full.convert("RGB"), image.info.get("icc_profile"))
+        color = _to_srgb(full.convert("RGB"), image.info.get("icc_profile"))
         paper = Image.new("RGB", image.size, background)
-        paper.paste(colour, mask=alpha)
+        paper.paste(color, mask=alpha)
         return (paper,), alpha
     if image.mode not in ("RGB", "L", "CMYK"):  # those that profiles are made for
         image = image.convert("RGB")
@@ -142,7 +142,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
             if converted is not None:
                 return converted
         except (ImageCms.PyCMSError, OSError, ValueError, ImportError) as error:
-            log.warning("%s: colour profile ignored: %s", getattr(image, "filename", "image"), error)
+            log.warning("%s: color profile ignored: %s", getattr(image, "filename", "image"), error)
     return image.convert("RGB")
 
 

@@ -167,7 +167,7 @@ def has_alpha(image: Image.Image) -> bool:
 
 
 def _looks_complete(path: Path, image: Image.Image) -> bool:
-    """Say whether the file ends where its format puts the end.
+    """Return whether the file ends where its format puts the end.
 
     Software appends to files, so False only means that the image has to be decoded to be sure.
     """

@@ -50,7 +50,7 @@ _REMEDY = "put the picture itself beside it, to be encoded anew, or remove the f
 
 
 def is_latent_file(file: str) -> bool:
-    """Say whether a file's name is that of latents, not of text encodings."""
+    """Return whether a file's name is that of latents, not of text encodings."""
     path = PurePosixPath(file)
     return path.suffix.lower() == _EXTENSION and not path.stem.endswith(_TEXT_ENDINGS)
 

@@ -105,7 +105,7 @@ def _require_inside(folder: Path, root: Path, name: str, roots: Sequence[str | o
 
 
 def is_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:
-    """Say whether `path`, its links followed, is `root` or lies below it."""
+    """Return whether `path`, its links followed, is `root` or lies below it."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 

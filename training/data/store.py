@@ -53,7 +53,7 @@ class Store:
         return os.path.join(self.folder, kind, name[:2], f"{name}.safetensors")
 
     def has(self, kind: str, key: bytes) -> bool:
-        """Say whether a whole entry is there; a damaged one is logged and counts as missing."""
+        """Return whether a whole entry is there; a damaged one is logged and counts as missing."""
         path = self._path(kind, key)
         try:
             with safe_open(path, framework="pt"):

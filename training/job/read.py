@@ -1,6 +1,6 @@
 """A job file (YAML), in the layout of EriDiffusion and ai-toolkit, as a graph of Graft's nodes.
 
-The rule: every key of a file is either honoured or refused by name, with the nearest known ones or the
+The rule: every key of a file is either honored or refused by name, with the nearest known ones or the
 reason. Only a key that is off or empty, and so asks for nothing, may be unknown.
 `keys.py` says what each key sets, `rules.py` what several decide together and `graph.py` what the
 graph is, so that the command line, the Training Job node and an exported graph all do the same.
@@ -361,7 +361,7 @@ def _settings(
 
 
 def _require(settings: Settings, target: str, key: str, what: str, refusals: list[str]) -> bool:
-    """Say whether a key is there, and note it where it is neither there nor refused already."""
+    """Return whether a key is there, and note it where it is neither there nor refused already."""
     if settings.get(target):
         return True
     if not any(found.startswith(f"{key}:") for found in refusals):

@@ -1,1 +1,1 @@
-"""What is kept, recomputed, quantised or moved during a step."""
+"""What is kept, recomputed, quantized or moved during a step."""

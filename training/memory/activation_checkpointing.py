@@ -64,7 +64,7 @@ def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn
 
 
 def is_block(path: str, blocks: tuple[str, ...]) -> bool:
-    """Say whether a module path is a block's own."""
+    """Return whether a module path is a block's own."""
     return block_of(path, blocks) == path
 
 

@@ -59,7 +59,7 @@ class Compiled:
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Say whether compiling failed, rather than what was compiled."""
+    """Return whether compiling failed, rather than what was compiled."""
     origins = [type(cause).__module__ for cause in _chain(error)]
     return "torch.compile" in str(error) or any(name.startswith(COMPILER) for name in origins)
 

@@ -173,7 +173,7 @@ class _WithNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_real(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether an operation is on real masks or whole numbers alone, or makes whole numbers."""
+    """Return whether an operation is on real masks or whole numbers alone, or makes whole numbers."""
     tensors = list(tensors_of((*args, *kwargs.values())))
     if not tensors:
         return kwargs.get("dtype") in (torch.bool, torch.int32, torch.int64)

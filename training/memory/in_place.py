@@ -26,7 +26,7 @@ nobody notices a change in there."""
 
 
 def is_changed_in_place(error: BaseException) -> bool:
-    """Say whether autograd failed as what it kept had been changed, which copies would prevent."""
+    """Return whether autograd failed as what it kept had been changed, which copies would prevent."""
     return isinstance(error, RuntimeError) and CHANGED in str(error)
 
 

@@ -125,12 +125,12 @@ class Ring:
 
 
 def in_backward_pass() -> bool:
-    """Say whether autograd is at work, as torch's own checkpointing asks it."""
+    """Return whether autograd is at work, as torch's own checkpointing asks it."""
     return torch._C._current_graph_task_id() != -1
 
 
 def has_streams(device: torch.device) -> bool:
-    """Say whether copies to `device` can run beside its computation."""
+    """Return whether copies to `device` can run beside its computation."""
     return device.type in ("cuda", "xpu")
 
 
@@ -252,5 +252,5 @@ def _host_room(tensor: Tensor) -> Tensor:
 
 
 def is_worth_moving(tensor: Tensor) -> bool:
-    """Say whether a block's input waits in host memory, where that is another memory."""
+    """Return whether a block's input waits in host memory, where that is another memory."""
     return tensor.requires_grad and tensor.nbytes >= SMALLEST_INPUT

@@ -224,7 +224,7 @@ def refuse_undifferentiable(error: BaseException, name: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an allocation failed, on whichever device."""
+    """Return whether an allocation failed, on whichever device."""
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)

@@ -271,7 +271,7 @@ def trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
 def fits_surely(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch, budget: int
 ) -> bool:
-    """Say whether the budget exceeds by far whatever a step could keep, so that nothing need be foreseen.
+    """Return whether the budget exceeds by far whatever a step could keep, so that nothing need be foreseen.
 
     Counts every layer's input and output six times at the latents' full resolution, in float32.
     """

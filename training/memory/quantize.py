@@ -1,7 +1,7 @@
 """A frozen weight as it is kept: plain, or rounded to fewer bits and made whole again when it is used.
 
 A packed weight is tensors and a function of them, so where it is kept (on the device, in host memory) is
-decided elsewhere. Quantising serves one training run; what a LoRA is saved for and rendered on is the base.
+decided elsewhere. Quantizing serves one training run; what a LoRA is saved for and rendered on is the base.
 
 | name | a number is | bits | error of a normal weight (Frobenius, relative) |
 |---|---|---|---|
@@ -9,7 +9,7 @@ decided elsewhere. Quantising serves one training run; what a LoRA is saved for 
 | "int8" | one of 255 steps of its row's largest | 8 | 0.012 |
 | "nf4" | a quantile of the normal distribution times its block of 64's largest | 4.1 | 0.10 |
 
-nf4: Dettmers et al. 2023, arXiv:2305.14314, with doubly quantised scales, by bitsandbytes.
+nf4: Dettmers et al. 2023, arXiv:2305.14314, with doubly quantized scales, by bitsandbytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..user_error import UserError
 Parts = tuple[Tensor, ...]
 
 SMALLEST = 4096
-"""Elements; smaller weights are not worth quantising."""
+"""Elements; smaller weights are not worth quantizing."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def scaled(small: Tensor, scale: Tensor) -> Packed:
 
 
 def pack(weight: Tensor, name: str, dtype: torch.dtype) -> Packed:
-    """Quantise a weight (out, in), to be used in `dtype`, on the device that it is on.
+    """Quantize a weight (out, in), to be used in `dtype`, on the device that it is on.
 
     Raises UserError for an unknown name, and for nf4 where bitsandbytes is not installed.
     """
     if name not in FORMATS:
-        raise UserError(f"base: {name!r} is no way to quantise; choose one of {', '.join(FORMATS)}.")
+        raise UserError(f"base: {name!r} is no way to quantize; choose one of {', '.join(FORMATS)}.")
     return FORMATS[name](weight, dtype)
 
 

@@ -1,6 +1,6 @@
 """Where a frozen layer's weight is kept, and how it comes to the device: one function a layer.
 
-Weights of the repeated blocks are what there is to save on: only they are quantised or kept in host memory.
+Weights of the repeated blocks are what there is to save on: only they are quantized or kept in host memory.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _is_plain(weight: Packed) -> bool:
 
 
 def is_rounded(spec: LayerSpec, store: str) -> bool:
-    """Say whether `store` rounds a block's layer; its file may have done so already."""
+    """Return whether `store` rounds a block's layer; its file may have done so already."""
     is_large = spec.kind == "linear" and spec.numel >= SMALLEST
     return store in FORMATS and is_large and (spec.packed is None or store == "nf4")
 

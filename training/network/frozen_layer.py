@@ -1,7 +1,7 @@
 """A frozen layer of the base model: the one place where a base weight is used during training.
 
 `FrozenLayer.forward` fetches its weight in the forward pass and again in the backward pass and lets autograd
-save neither, so the weight may live anywhere (resident, quantised, in a buffer that the next layer
+save neither, so the weight may live anywhere (resident, quantized, in a buffer that the next layer
 overwrites, on disk) and gradients are still right. The gradient of a frozen layer with respect to its input
 needs nothing but the weight.
 

@@ -81,7 +81,7 @@ def attention_once() -> Iterator[None]:
 
 
 def is_worth_keeping(shape: tuple[int, ...]) -> bool:
-    """Say whether a product with a weight of `shape` (out, in, *kernel) is.
+    """Return whether a product with a weight of `shape` (out, in, *kernel) is.
 
     An element takes `in` operations for each place in the kernel. A layer that makes four elements or more of
     one, as an MLP's first does, makes half of all that would be kept, and is cheap unless `in` is large.

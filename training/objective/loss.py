@@ -1,4 +1,4 @@
-"""What is learnt: the error of the network's output at a random noise level.
+"""What is learned: the error of the network's output at a random noise level.
 
 Sigma is the only noise coordinate and the target comes from the model's own `model_sampling`:
 `calculate_denoised` is affine in the network's output, denoised = D0 + slope * output, so

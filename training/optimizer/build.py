@@ -1,6 +1,6 @@
 """Optimizers as rows of a table, and their memory as flat tensors and numbers for a file without pickle.
 
-The one rule: a memory never overrides a setting. What is saved is what the optimizer learnt of the gradients;
+The one rule: a memory never overrides a setting. What is saved is what the optimizer learned of the gradients;
 learning rate, betas and the rest are the configuration's, also after a resume with another.
 """
 
@@ -76,7 +76,7 @@ def optimizer_notes(config: OptimizerConfig) -> list[str]:
         return []
     return [
         f"{config.name} multiplies the rate it finds by the learning rate of {config.lr:g}, so hardly "
-        "anything is learnt; 1 is usual."
+        "anything is learned; 1 is usual."
     ]
 
 

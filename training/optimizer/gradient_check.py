@@ -48,7 +48,7 @@ class Coverage:
         if len(self.silent) == self.total:
             raise UserError(
                 f"step {step + 1}: no gradient has reached any of the {self.total} parameters, so nothing "
-                "would be learnt. Clear 'include' and 'exclude' in Build LoRA; if there are masks, make them "
+                "would be learned. Clear 'include' and 'exclude' in Build LoRA; if there are masks, make them "
                 "white where the subject is."
             )
         log.warning("%s", self.report(step))

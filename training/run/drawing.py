@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn with Pillow alone: a labelled grid of samples, and the course of the loss."""
+"""Pictures of a run, drawn with Pillow alone: a labeled grid of samples, and the course of the loss."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 
-PAPER: Colour = (255, 255, 255)
-INK: Colour = (28, 30, 36)
-GREY: Colour = (120, 124, 134)
-RULE: Colour = (226, 228, 233)
-FAINT: Colour = (176, 202, 238)
-STRONG: Colour = (24, 95, 196)
-MARK: Colour = (214, 84, 34)
+PAPER: Color = (255, 255, 255)
+INK: Color = (28, 30, 36)
+GRAY: Color = (120, 124, 134)
+RULE: Color = (226, 228, 233)
+FAINT: Color = (176, 202, 238)
+STRONG: Color = (24, 95, 196)
+MARK: Color = (214, 84, 34)
 
 MARGIN, GUTTER, LABEL_WIDTH, PICTURE_HEIGHT = 28, 10, 168, 176
 
@@ -52,15 +52,15 @@ def sample_grid(
     page = Image.new("RGB", (page_width, page_height), PAPER)
     draw = ImageDraw.Draw(page)
     draw.text((MARGIN, MARGIN), title, INK, font(28))
-    draw.text((MARGIN, MARGIN + 38), subtitle, GREY, font(16))
+    draw.text((MARGIN, MARGIN + 38), subtitle, GRAY, font(16))
     for number, label in enumerate(rows):
         name, _, note = label.partition("\n")
         y = top + number * (height + GUTTER) + height // 2
         draw.text((MARGIN, y - 11), name, INK, font(20), anchor="lm")
-        draw.text((MARGIN, y + 13), note, GREY, font(15), anchor="lm")
+        draw.text((MARGIN, y + 13), note, GRAY, font(15), anchor="lm")
     x = MARGIN + LABEL_WIDTH
     for column, head, images, width in zip(columns, heads, cells, widths):
-        draw.text((x + width / 2, top - 30), column.note, GREY, font(13), anchor="ma")
+        draw.text((x + width / 2, top - 30), column.note, GRAY, font(13), anchor="ma")
         for line, text in enumerate(reversed(head)):
             draw.text((x + width / 2, top - 52 - 21 * line), text, INK, font(17), anchor="ma")
         for number, image in enumerate(images):
@@ -100,16 +100,16 @@ def loss_plot(
         return at(left + across * (size[0] - left - right), size[1] - bottom - up * (size[1] - top - bottom))
 
     draw.text(at(left, 26), title, INK, font(24 * scale))
-    draw.text(at(left, 60), subtitle, GREY, font(15 * scale))
+    draw.text(at(left, 60), subtitle, GRAY, font(15 * scale))
     for tick in range(round((high - low) / step) + 1):
         value = low + tick * step
         (x0, y), (x1, _) = place(0, value), place(max(1, len(losses) - 1), value)
         draw.line((x0, y, x1, y), RULE, scale)
-        draw.text((x0 - 10 * scale, y), f"{value:.{_digits(step)}f}", GREY, font(14 * scale), anchor="rm")
+        draw.text((x0 - 10 * scale, y), f"{value:.{_digits(step)}f}", GRAY, font(14 * scale), anchor="rm")
     for number in _step_ticks(len(losses)):
         x, y = place(number - 1, low)
-        draw.text((x, y + 10 * scale), str(number), GREY, font(14 * scale), anchor="ma")
-    draw.text(at(size[0] - right, size[1] - 14), "step", GREY, font(14 * scale), anchor="rb")
+        draw.text((x, y + 10 * scale), str(number), GRAY, font(14 * scale), anchor="ma")
+    draw.text(at(size[0] - right, size[1] - 14), "step", GRAY, font(14 * scale), anchor="rb")
     if len(losses) > 1:
         draw.line([place(i, v) for i, v in enumerate(losses)], FAINT, scale, joint="curve")
         draw.line([place(i, v) for i, v in enumerate(smooth)], STRONG, 3 * scale, joint="curve")
@@ -120,10 +120,10 @@ def loss_plot(
         draw.ellipse((x - 3 * scale, y - 3 * scale, x + 3 * scale, y + 3 * scale), MARK)
     x = size[0] - right
     legend = [(STRONG, f"mean of {window} steps"), (FAINT, "every step")]
-    for colour, text in [(MARK, "held out"), *legend] if marks else legend:
+    for color, text in [(MARK, "held out"), *legend] if marks else legend:
         draw.text(at(x, 36), text, INK, font(14 * scale), anchor="rm")
         x -= draw.textlength(text, font(14 * scale)) / scale + 12
-        draw.line((*at(x - 22, 36), *at(x, 36)), colour, 3 * scale)
+        draw.line((*at(x - 22, 36), *at(x, 36)), color, 3 * scale)
         x -= 44
     return page.resize(size, Image.Resampling.LANCZOS)
 

@@ -98,7 +98,7 @@ class Run:
         return self.folder / "loras" / f"{self.name}-{step:06d}.safetensors"
 
     def is_regular(self, step: int) -> bool:
-        """Say whether the settings ask for a checkpoint of just this step."""
+        """Return whether the settings ask for a checkpoint of just this step."""
         return bool(self.saving.steps) and step % self.saving.steps == 0
 
 
@@ -444,7 +444,7 @@ class _Watch:
                 time.sleep(3.0)
 
     def is_full(self) -> bool:
-        """Say whether the disk is there, but has no room for a checkpoint."""
+        """Return whether the disk is there, but has no room for a checkpoint."""
         try:
             self.require_space()
         except DiskFull:

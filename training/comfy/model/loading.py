@@ -104,7 +104,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
             clip = own_vae = None
     if patcher is None:
         raise UserError(
-            f"{model}: not a base model that ComfyUI recognises; choose a checkpoint or diffusion model."
+            f"{model}: not a base model that ComfyUI recognizes; choose a checkpoint or diffusion model."
         )
     if clip is not None and not hasattr(clip, "tokenizer"):
         clip = None
@@ -208,6 +208,6 @@ def _load_vae(name: str) -> Any:
     digests = FileDigests(path)
     vae = _load(name, "a VAE", lambda: comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path))))
     if vae.first_stage_model is None:
-        raise UserError(f"{name}: not a VAE that ComfyUI recognises.")
+        raise UserError(f"{name}: not a VAE that ComfyUI recognizes.")
     remember(vae.first_stage_model, digests)
     return vae

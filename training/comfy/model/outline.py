@@ -58,7 +58,7 @@ def outline(path: Path) -> ComfyDenoiser:
     prefix = prefix if any(key.startswith(prefix) for key in shapes) else ""  # of diffusion_models
     config = comfy.model_detection.model_config_from_unet(shapes, prefix)
     if config is None:
-        raise UserError(f"{path.name}: not a base model that ComfyUI recognises; give its own file.")
+        raise UserError(f"{path.name}: not a base model that ComfyUI recognizes; give its own file.")
     config.set_inference_dtype(torch.bfloat16, None)
     model = config.get_model(shapes, prefix, device=torch.device("meta"))
     _without_numbers(model.diffusion_model)

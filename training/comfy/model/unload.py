@@ -32,6 +32,6 @@ def unload(*patchers: Any) -> None:
 
 
 def is_loaded(patcher: Any) -> bool:
-    """Say whether a ModelPatcher or a clone of it is loaded."""
+    """Return whether a ModelPatcher or a clone of it is loaded."""
     loaded = comfy.model_management.loaded_models()
     return any(patcher.is_clone(other) for other in loaded if other is not None)

@@ -30,7 +30,7 @@ FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("f
 
 
 def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = "") -> dict[str, LayerSpec]:
-    """Return what an adapter could sit on, by module path; by role, as quantised linears are no `nn.Linear`.
+    """Return what an adapter could sit on, by module path; by role, as quantized linears are no `nn.Linear`.
 
     Weights in `patches`, by path after `prefix`, are ordinary numbers in training whatever their file has.
     """
@@ -139,7 +139,7 @@ def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
     shape = tuple(weight.shape)
     packed = None if is_patched else _packed_bytes(weight)
     if hasattr(module, "in_features") and hasattr(module, "out_features") and len(shape) == 2:
-        sides: Any = module  # quantised weights may have another shape
+        sides: Any = module  # quantized weights may have another shape
         return LayerSpec("linear", (int(sides.out_features), int(sides.in_features)), packed=packed)
     if hasattr(module, "kernel_size") and not getattr(module, "transposed", False) and len(shape) in (3, 4):
         if getattr(module, "padding_mode", "zeros") != "zeros":
@@ -152,7 +152,7 @@ def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
 
 
 def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
-    """Return a host weight as it is kept: what the file quantised stays quantised.
+    """Return a host weight as it is kept: what the file quantized stays quantized.
 
     `loaded` is what the loader put there, and `tensor` the same memory as an ordinary tensor.
     """
@@ -195,7 +195,7 @@ def _gguf(tensor: Tensor, loaded: Any) -> Packed | None:
 
 
 def is_gguf(tensor: Any) -> bool:
-    """Say whether a tensor is of ComfyUI-GGUF's class, which says another shape than its bytes have."""
+    """Return whether a tensor is of ComfyUI-GGUF's class, which says another shape than its bytes have."""
     return hasattr(tensor, "tensor_type")
 
 
@@ -218,7 +218,7 @@ def _patched(patcher: Any, key: str, weight: Packed, later: bool = False) -> Pac
     return Packed(weight.parts, unpack) if later else plain(unpack(weight.parts, torch.float32))
 
 
-def _dequantised(tensor: Tensor) -> Tensor:
+def _dequantized(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
@@ -227,7 +227,7 @@ def _resident(tensor: Tensor, is_buffer: bool, store: Store) -> Tensor:
 
     Buffers keep their own dtype.
     """
-    tensor = _dequantised(tensor)
+    tensor = _dequantized(tensor)
     keeps_dtype = is_buffer or not tensor.is_floating_point()
     return tensor.to(store.device) if keeps_dtype else tensor.to(store.device, store.dtype)
 

@@ -102,7 +102,7 @@ def require_same_run(node: str | None, run: str) -> None:
 
 
 def trained_before(node: str | None) -> bool:
-    """Say whether this Train Steps was trained before the processes were started, for one behind it."""
+    """Return whether this Train Steps was trained before the processes were started, for one behind it."""
     return _last is not None and node != _last
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...adapters.build import ADAPTERS, Adapter, build_adapters, initialise, named_parameters
+from ...adapters.build import ADAPTERS, Adapter, build_adapters, initialize, named_parameters
 from ...adapters.dora import DoRA, column_lengths
 from ...adapters.lokr import small_factor
 from ...adapters.lora import thin_down
@@ -57,7 +57,7 @@ def start_from_file(
         raise UserError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
     chosen = {*select(specs, family, config), *matched.layers}
     adapters = build_adapters({name: spec for name, spec in specs.items() if name in chosen}, config)
-    initialise(adapters, seed, layers)
+    initialize(adapters, seed, layers)
     for name, layer in matched.layers.items():
         with torch.no_grad():
             fit(adapters[name], layer, f"{matched.file}: {layer.name}", layers[name] if layers else None)

@@ -1,7 +1,7 @@
 """What a LoRA file says about itself: sd-scripts' `ss_*` keys, `modelspec.*`, and ComfyUI's own.
 
 `run_metadata` is written down when training starts and travels with the state; `lora_metadata` adds what is
-known when the file is saved. Values are strings, spelt as kohya's sd-scripts spells them
+known when the file is saved. Values are strings, spelled as kohya's sd-scripts spells them
 (library/train_util.py, networks/lora*.py; modelspec: Stability-AI/ModelSpec 1.0.1).
 """
 
