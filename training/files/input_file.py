@@ -30,3 +30,5 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise UserError("its lists lie too deep within one another") from None
+    except ValueError as error:  # of the syntax, or of letters that are no UTF-8
+        raise UserError(str(error)) from None
