@@ -1,4 +1,4 @@
-"""The `graft` command: one row a subcommand, each in a module that is imported only when it is called.
+"""The `graft` command: one row a subcommand, each with a module that is imported only when it is called.
 
 A command's module has `arguments(parser)` and `run(args)`. A UserError is shown as one line, and so is the
 system's error about a file; the exit code is 2. Any other error is a bug and keeps its traceback. A result,
@@ -18,21 +18,20 @@ from pathlib import Path
 from ..training.user_error import UserError
 
 COMMANDS = {
-    "demo": ("commands.demo", "train a LoRA in a real ComfyUI, on this machine, and draw with it"),
-    "train": ("commands.train", "train a job file on a ComfyUI without an editor"),
-    "worker": ("commands.worker", "be one of the processes that torchrun starts for a job"),
-    "export-workflow": ("commands.export_workflow", "write a job file as a graph for ComfyUI"),
-    "merge": ("training.tools.merge", "merge LoRAs into a checkpoint"),
-    "extract": ("training.tools.extract", "extract a LoRA from the difference of two models"),
-    "resize": ("training.tools.resize", "bring a LoRA to a lower rank"),
-    "convert": ("training.tools.convert", "convert a LoRA between layouts and number formats"),
-    "inspect": ("training.tools.inspect", "show what a LoRA file holds"),
-    "plan": ("commands.plan", "print what a run would take on a card, without training"),
-    "clean": ("commands.clean", "remove what no run has used for a while from the cache"),
-    "bench": ("commands.bench", "measure Graft on this machine: speed, memory, learning"),
+    "demo": "train a LoRA in a real ComfyUI, on this machine, and draw with it",
+    "train": "train a job file on a ComfyUI without an editor",
+    "worker": "be one of the processes that torchrun starts for a job",
+    "export-workflow": "write a job file as a graph for ComfyUI",
+    "merge": "merge LoRAs into a checkpoint",
+    "extract": "extract a LoRA from the difference of two models",
+    "resize": "bring a LoRA to a lower rank",
+    "convert": "convert a LoRA between layouts and number formats",
+    "inspect": "show what a LoRA file holds",
+    "plan": "estimate the memory of a run on a GPU, without training",
+    "clean": "remove what no run has used for a while from the cache",
+    "bench": "measure Graft on this machine: speed, memory, learning",
 }
-"""name -> (module inside graft, what it does)."""
-
+"""Name -> what it does. Its module here has the same name, with underscores."""
 
 REMEDIES: Mapping[type[OSError], str] = {
     FileNotFoundError: "does not exist; look at how its path is written",
@@ -52,17 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="graft", description="Train LoRAs inside ComfyUI.")
     parser.add_argument("--version", action="version", version=f"graft {version()}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    root = __package__.rpartition(".")[0]
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if argv[:1] == [name]:
-            implementation = importlib.import_module(f"{root}.{module}")
+            implementation = importlib.import_module(f".{name.replace('-', '_')}", __package__)
             implementation.arguments(command)
             command.set_defaults(run=implementation.run)
     args = parser.parse_args(argv)
     try:
         _require_folder(getattr(args, "output", None))
-        return args.run(args) or 0
+        return int(args.run(args))
     except (UserError, OSError) as error:
         print(f"graft {argv[0]}: {_message(error)}", file=sys.stderr)
         return 2

@@ -20,6 +20,7 @@ from PIL import Image
 
 from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
+from ..training.job.graph import Prompt, of_kind
 from ..training.run.drawing import Column, loss_plot, sample_grid
 from ..training.run.execute import Run, latest
 from ..training.run.run_log import clock
@@ -139,7 +140,7 @@ class Plan:
     texts: tuple[str, ...]
     trained_texts: frozenset[str]
     images: int
-    prompt: prompts.Prompt
+    prompt: Prompt
     shuffled: bool
 
 
@@ -221,7 +222,7 @@ def prepare(plan: Plan, args: argparse.Namespace, base: Path) -> Plan:
         return plan
     folder = base / "input" / "shuffled_captions"
     shuffle_captions(plan.dataset, folder, args.seed)
-    for number in prompts.of_kind(plan.prompt, "GraftLoadDataset"):
+    for number in of_kind(plan.prompt, "GraftLoadDataset"):
         plan.prompt[number]["inputs"]["folder"] = folder.name
     return plan
 
@@ -258,7 +259,7 @@ def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float
 
     `output` is ComfyUI's own output folder.
     """
-    train_node = prompts.of_kind(plan.prompt, "GraftTrainSteps")[0]
+    train_node = of_kind(plan.prompt, "GraftTrainSteps")[0]
     settings = plan.prompt[train_node]["inputs"]
     say(f"Training on {plan.images} images for {settings['steps']} steps")
     with Bar(plan.prompt) as on_event:
@@ -336,7 +337,8 @@ def draw(comfy: Server, plan: Plan, output: Path, lora: str) -> list[list[Image.
     def picture(node: str) -> Image.Image:
         image = outputs[node]["images"][0]
         with Image.open(output / image["subfolder"] / image["filename"]) as file:
-            return file.convert("RGB")
+            drawn: Image.Image = file.convert("RGB")
+            return drawn
 
     return [[picture(node) for node in row] for row in nodes]
 

@@ -64,7 +64,7 @@ def grid(trained: Prompt, lora: str, texts: Sequence[str]) -> tuple[Prompt, list
             prompt, "LoraLoader", model=[base, 0], clip=[base, 1], lora_name=lora, **_strength(strength)
         )
         models.append(([node, 0], [node, 1]) if node else ([base, 0], [base, 1]))
-    saved = []
+    saved: list[list[str]] = []
     for text in texts:
         saved.append([])
         for model, clip in models:

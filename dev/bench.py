@@ -22,7 +22,8 @@ def main() -> int:
     """Run one benchmark and return its exit code."""
     runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
     parser = argparse.ArgumentParser(description=__doc__)
-    importlib.import_module("graft.commands.bench").add_rows(parser, "graft.dev.benchmarks", BENCHMARKS)
+    bench = importlib.import_module("graft.commands.bench")
+    bench.add_rows(parser, "graft.dev.benchmarks", BENCHMARKS, [str(Path(__file__).resolve())])
     args = parser.parse_args()
     return int(args.benchmark(args))
 

@@ -6,6 +6,7 @@ from comfy_api.latest import io
 
 from ..starter import in_comfyui as embedded
 from ..training.comfy.model import loading
+from ..training.job.graph import FROM_CHECKPOINT
 from .node import Files, Node
 from .sockets import schema
 
@@ -15,7 +16,7 @@ class LoadBaseModel(Node):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        encoders = [loading.FROM_CHECKPOINT, *embedded.text_encoders(loading.text_encoder_files())]
+        encoders = [FROM_CHECKPOINT, *embedded.text_encoders(loading.text_encoder_files())]
         return schema(
             node_id="GraftLoadBaseModel",
             display_name="Load Base Model",
@@ -32,7 +33,7 @@ class LoadBaseModel(Node):
                     Files(
                         f"text_encoder_{number}",
                         options=encoders,
-                        default=loading.FROM_CHECKPOINT,
+                        default=FROM_CHECKPOINT,
                         optional=True,
                         tooltip="A text encoder file, where the checkpoint holds none: CLIP-L, then CLIP-G "
                         "or T5.",
@@ -41,8 +42,8 @@ class LoadBaseModel(Node):
                 ),
                 Files(
                     "vae",
-                    options=[loading.FROM_CHECKPOINT, *loading.vae_files()],
-                    default=loading.FROM_CHECKPOINT,
+                    options=[FROM_CHECKPOINT, *loading.vae_files()],
+                    default=FROM_CHECKPOINT,
                     optional=True,
                     tooltip="A VAE file, where the checkpoint holds none.",
                 ),
@@ -62,12 +63,12 @@ class LoadBaseModel(Node):
     def execute(
         cls,
         model: str,
-        text_encoder_1: str = loading.FROM_CHECKPOINT,
-        text_encoder_2: str = loading.FROM_CHECKPOINT,
-        text_encoder_3: str = loading.FROM_CHECKPOINT,
-        vae: str = loading.FROM_CHECKPOINT,
+        text_encoder_1: str = FROM_CHECKPOINT,
+        text_encoder_2: str = FROM_CHECKPOINT,
+        text_encoder_3: str = FROM_CHECKPOINT,
+        vae: str = FROM_CHECKPOINT,
         dtype: str = "auto",
     ) -> io.NodeOutput:
-        chosen = [e for e in (text_encoder_1, text_encoder_2, text_encoder_3) if e != loading.FROM_CHECKPOINT]
+        chosen = [e for e in (text_encoder_1, text_encoder_2, text_encoder_3) if e != FROM_CHECKPOINT]
         encoders = embedded.with_text_encoder(model, chosen)
         return io.NodeOutput(*loading.load_base(model, encoders, vae, dtype))

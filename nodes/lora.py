@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from comfy_api.latest import io
 
@@ -17,7 +17,7 @@ from .node import Files, Node
 from .sockets import Lora, schema
 from .widgets import advanced, lines
 
-SIZES = {"as in the file": "file", "as set here": "settings"}
+SIZES: dict[str, Literal["file", "settings"]] = {"as in the file": "file", "as set here": "settings"}
 """What people choose -> AdapterConfig.start_size."""
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+GRAFT = Path(__file__).resolve().parents[2] / "__main__.py"
 BENCHMARKS = {
     "step": ("step", "time and memory of a step, beside other trainers on the same base"),
     "quality": ("quality", "how fast a LoRA learns, beside ComfyUI's TrainLoraNode"),
@@ -20,7 +22,7 @@ BENCHMARKS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand a benchmark, with its own options."""
-    add_rows(parser, __name__, BENCHMARKS)
+    add_rows(parser, __name__, BENCHMARKS, [str(GRAFT), "bench"])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,12 +30,17 @@ def run(args: argparse.Namespace) -> int:
     return int(args.benchmark(args))
 
 
-def add_rows(parser: argparse.ArgumentParser, package: str, rows: Mapping[str, tuple[str, str]]) -> None:
-    """Add a subcommand for each of `rows`, {name: (module in package, what it measures)}, to `parser`."""
+def add_rows(
+    parser: argparse.ArgumentParser, package: str, rows: Mapping[str, tuple[str, str]], program: Sequence[str]
+) -> None:
+    """Add a subcommand for each of `rows`, {name: (module in package, what it measures)}, to `parser`.
+
+    `program` and a name start the same benchmark in another process.
+    """
     commands = parser.add_subparsers(metavar="benchmark", required=True)
     for name, (module, summary) in rows.items():
         row = commands.add_parser(name, help=summary, description=f"Measure {summary}.")
         row.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         implementation = importlib.import_module(f"{package}.{module}")
         implementation.arguments(row)
-        row.set_defaults(benchmark=implementation.run)
+        row.set_defaults(benchmark=implementation.run, program=[*program, name])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..headless.comfyui import start_comfyui
-from .process import alone
+from .process import run_alone
 
 FILE = "graft_bench_sd35m.safetensors"
 CHUNK = 1 << 24
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(PARTS[args.part](args.folder / FILE)))
         return 0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        part = partial(alone, "load", "--folder", folder, "--part")
+        part = partial(run_alone, args.program, "--folder", folder, "--part")
         report: dict[str, Any] = part("write")
         rounds = [{**part("read"), **part("load")} for _ in range(args.repeats)]
     report |= {
@@ -95,7 +95,8 @@ def load(path: Path) -> dict[str, Any]:
 
     from ...training.comfy.files.paths import cache_folder
     from ...training.comfy.model.denoiser import ComfyDenoiser
-    from ...training.comfy.model.loading import FROM_CHECKPOINT, load_base
+    from ...training.comfy.model.loading import load_base
+    from ...training.job.graph import FROM_CHECKPOINT
 
     folder_paths.add_model_folder_path("diffusion_models", str(path.parent))
     folder_paths.set_output_directory(str(path.parent / "output"))

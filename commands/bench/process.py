@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-GRAFT = Path(__file__).resolve().parents[2] / "__main__.py"
-"""The command `graft` of this checkout."""
 
+def run_alone(benchmark: Sequence[str], *options: str) -> Any:
+    """Return the last line, which is JSON, that a benchmark prints in a process of its own.
 
-def alone(name: str, *options: str) -> Any:
-    """Return the last line, which is JSON, that `graft bench name` prints in a process of its own."""
-    command = [sys.executable, str(GRAFT), "bench", name, *options]
+    `benchmark` is a program and its arguments: `args.program` of the benchmark that runs now.
+    """
+    command = [sys.executable, *benchmark, *options]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -27,6 +27,7 @@ def peak_rss() -> int:
 
         unit = 1 if sys.platform == "darwin" else 1024
         return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
-    import psutil  # Windows
+    import psutil  # type: ignore[import-untyped]  # Windows
 
-    return round(psutil.Process().memory_info().peak_wset / 1e6)
+    peak: int = psutil.Process().memory_info().peak_wset
+    return round(peak / 1e6)

@@ -182,7 +182,8 @@ def train_lora_node(
         "existing_lora": "[None]", **_further_inputs(node),
     }  # fmt: skip
     lists = {name: value if name in ("latents", "positive") else [value] for name, value in inputs.items()}
-    watch, copies = Watch(Curve(lr), every), []
+    watch = Watch(Curve(lr), every)
+    copies: list[list[Tensor]] = []
     with _after_steps(lambda step, weights: watch.look(step, lambda: _copied(copies, weights))):
         lora = node.execute(**lists).args[1]
     watch.curve.validation.clear()
@@ -239,11 +240,11 @@ def _after_steps(look: Callable[[int, Sequence[Tensor]], None]) -> Any:
         look(count, [p for group in self.param_groups for p in group["params"]])
         return result
 
-    torch.optim.AdamW.step = step
+    torch.optim.AdamW.step = step  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        torch.optim.AdamW.step = before
+        torch.optim.AdamW.step = before  # type: ignore[method-assign]
 
 
 def table(results: dict[str, Any]) -> str:

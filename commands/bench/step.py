@@ -33,7 +33,7 @@ from ...training.user_error import UserError
 from ..headless.comfyui import start_comfyui
 from . import base_models
 from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
-from .process import alone, peak_rss
+from .process import peak_rss, run_alone
 
 DTYPE = torch.bfloat16
 NOISE = 0.5
@@ -247,7 +247,7 @@ def between(moments: list[float]) -> list[float]:
     return [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
 
 
-def timed(step: Callable[[], None], bench: Bench) -> Steps:
+def timed(step: Callable[[], object], bench: Bench) -> Steps:
     """Return `step` as a function of how often, giving the seconds of each."""
 
     def steps(count: int) -> list[float]:
@@ -401,7 +401,7 @@ def peak_of(name: str, contender: str, args: argparse.Namespace) -> int:
     """Return the peak memory in MB of a process of its own, which trains two steps."""
     options = ["--device", args.device, "--size", args.size, "--models", name]
     options += ["--rank", str(args.rank), "--batch", str(args.batch)]
-    return int(alone("step", *options, "--peak", contender))
+    return int(run_alone(args.program, *options, "--peak", contender))
 
 
 def peak_alone(model: BaseModel, args: argparse.Namespace) -> int:

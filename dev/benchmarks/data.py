@@ -27,7 +27,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from ...commands.bench.process import alone
+from ...commands.bench.process import run_alone
 from ...training.data import (
     BucketConfig,
     DatasetConfig,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     results: dict[str, Any] = {}
     for count in COUNTS:  # each in a process that has done nothing else: only there memory is counted right
-        results[str(count)] = alone("data", "--count", str(count))
+        results[str(count)] = run_alone(args.program, "--count", str(count))
         if not args.json:
             print(f"{count:>9,} images: {results[str(count)]}", flush=True)
     ratios = encode_ratios()

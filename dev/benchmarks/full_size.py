@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...commands.bench.process import alone, peak_rss
+from ...commands.bench.process import peak_rss, run_alone
 from ...commands.headless.comfyui import start_comfyui
 
 MODELS = ("sdxl", "sd35m")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.models:
         options = ["--alone", name, "--rank", str(args.rank), "--pixels", str(args.pixels)]
         options += ["--checkpointing", args.checkpointing]
-        report[name] = alone("full-size", *options)
+        report[name] = run_alone(args.program, *options)
     if args.json:
         print(json.dumps(report, indent=1))
         return 0

@@ -1,1 +1,1 @@
-"""Work on finished LoRAs: plain functions over tensors, each with its `graft` subcommand beside it."""
+"""Merge, extract, resize, convert and inspect finished LoRAs: plain functions over tensors and files."""

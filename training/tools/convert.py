@@ -12,7 +12,6 @@ their layers' paths in all of them (`names.TEXT_ENCODERS`).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Set
 from pathlib import Path
@@ -41,7 +40,6 @@ from ..files.lora.names import (
 from ..files.lora.peft import is_plain, peft_tensors, shape_of
 from ..files.lora.read import EXACT, LoraFile, LoraLayer, read_lora, split_key
 from ..files.tensor_file import TensorFile
-from ..memory.precision import DTYPES
 from ..user_error import UserError
 from .checkpoint import kohya_prefix, match_weights, network_path, network_shapes
 from .files import check_output, left_out_lines
@@ -245,16 +243,3 @@ def _renamed(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tens
     if tensors and layout not in layouts:
         raise UserError(f"{name}: {layout} has no place for {method}; choose {' or '.join(layouts)}.")
     return {new + key.removeprefix(name): tensor for key, tensor in tensors.items()}
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--layout", choices=LAYOUTS, default="kohya")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="as in the file where it is not given")
-    parser.add_argument("--base", type=Path, help="a checkpoint of the base, for the names of its layers")
-
-
-def run(args: argparse.Namespace) -> None:
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    print(convert_file(args.lora, args.output, args.layout, dtype=dtype, base=args.base))

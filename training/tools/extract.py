@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ..files.lora.metadata import write_lora
 from ..files.tensor_file import TensorFile
-from ..memory.precision import DTYPES
 from ..model import OnProgress, no_progress
 from ..user_error import UserError
 from .checkpoint import kohya_prefix, places
@@ -116,28 +114,3 @@ def size_line(tensors: Mapping[str, Tensor]) -> str:
 def _ranks(tensors: Mapping[str, Tensor]) -> list[int]:
     ends = ("lora_down.weight", "lora_A.weight")
     return [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(ends)]
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", type=Path, help="the original model, .safetensors")
-    parser.add_argument("tuned", type=Path, help="the fine-tuned model, .safetensors")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the LoRA")
-    parser.add_argument("--rank", type=int, help="largest rank of a layer")
-    parser.add_argument(
-        "--energy", type=float, help="share of the difference to keep in each layer, such as 0.95"
-    )
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp16")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="that computes, such as cuda")
-
-
-def run(args: argparse.Namespace) -> None:
-    report = extract_files(
-        args.base,
-        args.tuned,
-        args.output,
-        rank=args.rank,
-        energy=args.energy,
-        dtype=DTYPES[args.dtype],
-        device=args.device,
-    )
-    print(report)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from ..files.lora.read import LoraFile, read_lora
+from ..files.lora.read import LoraFile
 
 
 @dataclass(frozen=True)
@@ -129,13 +126,3 @@ def text(report: Report) -> str:
 
 def _short(value: str, width: int = 100) -> str:
     return value if len(value) <= width else f"{value[:width]}... ({len(value)} characters)"
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", type=Path)
-    parser.add_argument("--json", action="store_true", help="for machines")
-
-
-def run(args: argparse.Namespace) -> None:
-    report = inspect(read_lora(args.lora))
-    print(json.dumps(asdict(report), indent=1) if args.json else text(report))

@@ -7,7 +7,6 @@ was not merged, are errors.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -301,14 +300,3 @@ def _hash_of_layers(file: LoraFile) -> hashlib.blake2b:
 def _add(found: hashlib.blake2b, key: str, tensor: Tensor) -> None:
     found.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
     found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", type=Path, help="checkpoint or diffusion model, .safetensors")
-    parser.add_argument("lora", type=Path, nargs="+", help="LoRA files, merged in this order")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the merged checkpoint")
-    parser.add_argument("--strength", type=float, default=1.0, help="of every LoRA (default 1)")
-
-
-def run(args: argparse.Namespace) -> None:
-    print(merge_files(args.base, [(path, args.strength) for path in args.lora], args.output))

@@ -6,7 +6,6 @@ what has no rank stays as it is.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from ..adapters.lora import thin_down
 from ..files.lora.metadata import write_lora
 from ..files.lora.names import FLAT_PREFIXES
 from ..files.lora.read import LoraFile, LoraLayer, read_lora, rounded
-from ..memory.precision import DTYPES
 from ..user_error import UserError
 from .extract import size_line, size_metadata
 from .files import check_output
@@ -111,16 +109,3 @@ def resize_file(
             *(f"  {key}" for key in as_before),
         ]
     return "\n".join(lines)
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lora", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--rank", type=int, help="largest rank of a layer")
-    parser.add_argument("--energy", type=float, help="share of each layer to keep, such as 0.95")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp16")
-
-
-def run(args: argparse.Namespace) -> None:
-    dtype = DTYPES[args.dtype]
-    print(resize_file(args.lora, args.output, rank=args.rank, energy=args.energy, dtype=dtype))
