@@ -60,6 +60,10 @@ def difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def test_the_processes_are_started_by_the_file_that_is_the_command():
+    assert os.path.samefile(workers.LAUNCH, launch.__file__)
+
+
 own_processes = pytest.mark.skipif(PRETENDED, reason="processes of their own have no card")
 
 
