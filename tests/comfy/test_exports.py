@@ -1,4 +1,4 @@
-"""The sweep of exported files (dev/exports.py) over a few of them: what it accepts, and what it finds."""
+"""The check of exported files (dev/check_exports.py) over a few of them: what passes, and what it finds."""
 
 import dataclasses
 import shutil
@@ -6,7 +6,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from graft.dev import exports, exports_comfy
+from graft.dev.exports import in_comfyui, report
+from graft.dev.exports.files import DTYPES
 
 CASES = ["Flux/LoRA attn", "Flux/DoRA", "SD3.5M/text LoRA", "Flux.2/LoCon", "Chroma/LoCon"]
 
@@ -15,7 +16,7 @@ CASES = ["Flux/LoRA attn", "Flux/DoRA", "SD3.5M/text LoRA", "Flux.2/LoCon", "Chr
 def written(tmp_path_factory):
     """The folder and its files."""
     out = tmp_path_factory.mktemp("exports")
-    return out, [file for file in exports_comfy.write(out, CASES) if not file.refused]
+    return out, [file for file in in_comfyui.write(out, CASES) if not file.refused]
 
 
 def one(files, dtype="fp32"):
@@ -24,28 +25,28 @@ def one(files, dtype="fp32"):
 
 def test_comfyui_loads_what_was_trained(written):
     out, files = written
-    results = list(exports_comfy.read(out, files, "ComfyUI 1"))
+    results = list(in_comfyui.read(out, files, "ComfyUI 1"))
     assert {(result.file.family, result.file.case) for result in results} == {
         tuple(case.split("/")) for case in CASES
     }
-    assert not exports.faults(results)
+    assert not report.faults(results)
     assert all(result.layers for result in results)
-    expected = [result for result in results if not exports.reason(result)]
+    expected = [result for result in results if not report.reason(result)]
     assert all(result.ratio == pytest.approx(1.0, abs=2e-3) for result in expected)
 
 
 def test_diffusers_loads_what_was_trained(written):
     pytest.importorskip("diffusers")
-    from graft.dev import exports_diffusers
+    from graft.dev.exports import in_diffusers
 
     out, files = written
-    results = list(exports_diffusers.read(out, files, f"diffusers {exports_diffusers.version}"))
-    assert not exports.faults(results)
+    results = list(in_diffusers.read(out, files, f"diffusers {in_diffusers.version}"))
+    assert not report.faults(results)
     sound = {result.file.family for result in results if result.sound}
     assert sound == {"Flux", "SD3.5M", "Flux.2", "Chroma"}
 
 
-@pytest.mark.parametrize("dtype", exports.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_lost_alpha_a_lost_layer_and_numbers_that_are_none_are_found(written, dtype, tmp_path):
     out, files = written
     file = one(files, dtype)
@@ -62,8 +63,8 @@ def test_a_lost_alpha_a_lost_layer_and_numbers_that_are_none_are_found(written, 
     for name, weights in changed.items():
         other = dataclasses.replace(file, format=name)
         save_file(weights, other.path(tmp_path))
-        [result] = exports_comfy.read(tmp_path, [other], "ComfyUI")
-        found[name] = exports.fault(result)
+        [result] = in_comfyui.read(tmp_path, [other], "ComfyUI")
+        found[name] = report.fault(result)
     assert found["alpha"].startswith("relative error of 1.0e+00 in ")
     assert found["nan"].startswith("relative error of inf in ")
     assert found["layer"].startswith("1 layers lost") and "lora key not loaded" in found["layer"]
@@ -72,10 +73,10 @@ def test_a_lost_alpha_a_lost_layer_and_numbers_that_are_none_are_found(written, 
 
 def test_a_file_that_loads_though_it_is_listed_as_missing_is_a_fault(written, monkeypatch):
     out, files = written
-    results = list(exports_comfy.read(out, [one(files)], "ComfyUI 1"))
-    assert not exports.faults(results)
-    row = exports.Missing("ComfyUI *", "no reason", family="Flux")
-    monkeypatch.setattr(exports, "MISSING", (row,))
-    [line] = exports.faults(results)
+    results = list(in_comfyui.read(out, [one(files)], "ComfyUI 1"))
+    assert not report.faults(results)
+    row = report.Missing("ComfyUI *", "no reason", family="Flux")
+    monkeypatch.setattr(report, "MISSING", (row,))
+    [line] = report.faults(results)
     assert line.endswith("MISSING lists them (no reason), but they load")
-    assert exports.table(results).endswith("not there, 1 files: no reason")
+    assert report.table(results).endswith("not there, 1 files: no reason")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graft.dev import exports_comfy
+from graft.dev.exports.in_comfyui import FAMILIES
 from graft.tests.comfy.test_text_encoders import clip_of
 from graft.tests.support.tiny_models import SIBLINGS, TINY
 from graft.tests.support.tiny_others import OTHERS
@@ -237,7 +237,7 @@ def test_no_network_of_comfyuis_is_taken_for_one_in_diffusers_names(tables):
 def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whole(
     tmp_path, family, monkeypatch
 ):
-    patcher = exports_comfy.FAMILIES[family]()
+    patcher = FAMILIES[family]()
     denoiser, state = ComfyDenoiser(patcher), patcher.model.state_dict()
     fresh = initial_state(denoiser, TrainConfig(adapter=AdapterConfig(rank=2, targets="linear")))
     weights = {name: torch.randn(tensor.shape) for name, tensor in fresh.weights.items()}

@@ -1,4 +1,4 @@
-"""The diffusers half of `dev/exports.py`: its own models of the tiny sizes, its own loading of LoRA files.
+"""The diffusers half of `dev/check_exports.py`: its own models of the tiny sizes, its own loader.
 
 What a native layer is called there, and which of its rows, is taken from diffusers' converters of whole
 checkpoints, so that nothing here repeats Graft's tables. They and the converters of LoRA files hold the
@@ -24,8 +24,8 @@ from diffusers.loaders import lora_conversion_utils, single_file_model
 from diffusers.models.transformers.transformer_z_image import TimestepEmbedder
 from torch import Tensor
 
-from ..training.family import TEXT, is_text
-from .exports import Loaded, Written, base_of, compare, differences
+from ...training.family import TEXT, is_text
+from .files import Loaded, Written, base_of, compare, differences
 
 version = diffusers.__version__
 ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}

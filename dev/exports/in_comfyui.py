@@ -1,4 +1,4 @@
-"""The ComfyUI half of `dev/exports.py`: tiny models of its classes, files of them, and its own loader."""
+"""The ComfyUI half of `dev/check_exports.py`: tiny models of its classes, their files, and its own loader."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import comfy.utils
 import torch
 from safetensors.torch import save_file
 
-from ..tests.support.tiny_clips import clip_of
-from ..tests.support.tiny_models import SIBLINGS, TINY, Tiny
-from ..training import rng
-from ..training.adapters.build import named_parameters, restore_adapters
-from ..training.comfy.model.denoiser import NETWORK, ComfyDenoiser
-from ..training.config import AdapterConfig, TrainConfig
-from ..training.family import TEXT, is_text
-from ..training.files.lora.diffusers import FILE_FORMATS
-from ..training.loop import initial_state
-from ..training.run.saved_state import save_state
-from ..training.state import TrainState
-from .exports import DTYPES, Loaded, Written, base_of, chosen, compare, differences
+from ...tests.support.tiny_clips import clip_of
+from ...tests.support.tiny_models import SIBLINGS, TINY, Tiny
+from ...training import rng
+from ...training.adapters.build import named_parameters, restore_adapters
+from ...training.comfy.model.denoiser import NETWORK, ComfyDenoiser
+from ...training.config import AdapterConfig, TrainConfig
+from ...training.family import TEXT, is_text
+from ...training.files.lora.diffusers import FILE_FORMATS
+from ...training.loop import initial_state
+from ...training.run.saved_state import save_state
+from ...training.state import TrainState
+from .files import DTYPES, Loaded, Written, base_of, chosen, compare, differences
 
 
 def _sized(name: str, **changes: Any) -> Tiny:
