@@ -11,7 +11,7 @@ from ..training.user_error import UserError
 from .headless.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("cache", type=Path, help="output/graft/cache of a ComfyUI")
     parser.add_argument("--unused-days", type=float, default=30, metavar="DAYS", help="default: 30")

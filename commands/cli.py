@@ -1,8 +1,8 @@
 """The `graft` command: one row a subcommand, each with a module that is imported only when it is called.
 
-A command's module has `arguments(parser)` and `run(args)`. A UserError is shown as one line, and so is the
-system's error about a file; the exit code is 2. Any other error is a bug and keeps its traceback. A result,
-`args.output`, goes into a folder that exists.
+A command's module has `add_arguments(parser)` and `run(args)`. A UserError is shown as one line, and so is
+the system's error about a file; the exit code is 2. Any other error is a bug and keeps its traceback. A
+result, `args.output`, goes into a folder that exists.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if argv[:1] == [name]:
             implementation = importlib.import_module(f".{name.replace('-', '_')}", __package__)
-            implementation.arguments(command)
+            implementation.add_arguments(command)
             command.set_defaults(run=implementation.run)
     args = parser.parse_args(argv)
     try:

@@ -10,7 +10,7 @@ from ..training.tools.convert import LAYOUTS, convert_file
 from .headless.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("lora", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)

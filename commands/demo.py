@@ -46,7 +46,7 @@ HELD_OUT, OWN_STYLE = "held out", "own style"
 MOST_TEXTS = 4
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
     own = parser.add_argument_group("your own images and model")
     own.add_argument(

@@ -12,7 +12,7 @@ from ..training.job.read import model_paths, read_job
 from .headless.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="see example_workflows/jobs")
     parser.add_argument("-o", "--out", dest="output", type=Path, metavar="FILE", help="default: the console")

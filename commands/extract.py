@@ -12,7 +12,7 @@ from ..training.tools.extract import extract_files
 from .headless.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("base", type=Path, help="the original model, .safetensors")
     parser.add_argument("tuned", type=Path, help="the fine-tuned model, .safetensors")

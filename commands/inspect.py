@@ -12,7 +12,7 @@ from ..training.tools.inspect import inspect, text
 from .headless.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("lora", type=Path)
     parser.add_argument("--json", action="store_true", help="for machines")

@@ -9,7 +9,7 @@ from ..training.tools.merge import merge_files
 from .headless.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("base", type=Path, help="checkpoint or diffusion model, .safetensors")
     parser.add_argument("lora", type=Path, nargs="+", help="LoRA files, merged in this order")

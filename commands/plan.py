@@ -14,7 +14,7 @@ GIB = 1 << 30
 LARGEST = {"batch": 4096, "rank": 4096, "resolution": 16384}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, help="base model, .safetensors")
     parser.add_argument("--card", metavar="SIZE", help="memory of the device, e.g. 24GB; default: not judged")
@@ -30,8 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Raises UserError for sizes that are none, and for a file that is no model."""
-    card = memory(args.card) if args.card else None
-    size = pixels(args.resolution)
+    card = read_memory(args.card) if args.card else None
+    size = read_size(args.resolution)
     for name, value in (("batch", args.batch), ("rank", args.rank)):
         if not 1 <= value <= LARGEST[name]:
             raise UserError(f"{name}: {value} is outside 1 to {LARGEST[name]}.")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def memory(text: str) -> int:
+def read_memory(text: str) -> int:
     """Read a size such as "24GB", "8 GiB" or "24": graphics cards are sold in GiB, whatever they say.
 
     Raises UserError for anything else.
@@ -71,7 +71,7 @@ def memory(text: str) -> int:
     return int(float(found[1]) * GIB)
 
 
-def pixels(text: str) -> tuple[int, int]:
+def read_size(text: str) -> tuple[int, int]:
     """Read "1024" or "832x1216" as (width, height). Raises UserError for anything else."""
     found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
     sides = [int(side) for side in (found[1], found[2] or found[1])] if found else [0]

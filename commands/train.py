@@ -44,7 +44,7 @@ MODEL_FOLDERS = {
 """Kind of file -> where it lies in ComfyUI's models folder."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="see example_workflows/jobs")
     parser.add_argument("--cpu", action="store_true", help="leave the graphics card alone")

@@ -29,7 +29,7 @@ from .headless.gpu import choose_gpu
 from .headless.server import find_comfyui, has_card
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("job", type=Path, help="a job file (.yaml), or a graph in API format (.json)")
     parser.add_argument(

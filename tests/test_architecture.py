@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from graft.dev.house import FLOORS, ROOT, arrows_up, floor_of, imported_files, imports_of, source_files
+
 HOST = {
     "comfy",
     "comfy_api",
@@ -21,60 +20,30 @@ HOST = {
     "aiohttp",
     "execution",
 }
-FLOORS = ("training", "training/comfy", "starter", "nodes", "commands", "dev", "tests")
-"""From the ground up: a room imports from its own floor and from those below."""
-
-
-def imports(path):
-    """Yield (module, level) of every import statement in a file, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or "", node.level
-
-
-def files(folder):
-    return sorted(path for path in (ROOT / folder).rglob("*.py"))
-
-
-def floor(path):
-    """Return the floor that a file or folder of the checkout is on."""
-    room = path.relative_to(ROOT).as_posix()
-    return max(i for i, name in enumerate(FLOORS) if room == name or room.startswith(f"{name}/"))
 
 
 def id_of(path):
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", files("training"), ids=id_of)
+def roots_of(path):
+    """Return the first part of every absolute import in a file."""
+    return {module.split(".")[0] for module, level, _ in imports_of(path) if level == 0}
+
+
+@pytest.mark.parametrize("path", source_files("training"), ids=id_of)
 def test_only_training_comfy_imports_comfyui(path):
-    roots = {module.split(".")[0] for module, level in imports(path) if level == 0}
-    assert floor(path) == FLOORS.index("training/comfy") or not roots & HOST
+    assert floor_of(path) == FLOORS.index("training/comfy") or not roots_of(path) & HOST
 
 
-@pytest.mark.parametrize(
-    "path", [p for room in FLOORS[:-2] if "/" not in room for p in files(room)], ids=id_of
-)
-def test_no_room_imports_from_a_floor_above_it(path):
-    for module, level in imports(path):
-        if level:
-            target = (
-                path.parents[level - 1].joinpath(*module.split(".")) if module else path.parents[level - 1]
-            )
-            up = target != ROOT and floor(target) > floor(path)
-            assert not up, f"imports {'.' * level}{module}"
+@pytest.mark.parametrize("room", [room for room in FLOORS if "/" not in room])
+def test_no_room_imports_from_a_floor_above_it(room):
+    assert not arrows_up({path: imported_files(path) for path in source_files(room)})
 
 
-@pytest.mark.parametrize("path", files("nodes"), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", source_files("nodes"), ids=lambda p: p.name)
 def test_nodes_import_no_tensor_library(path):
-    assert not {module.split(".")[0] for module, _ in imports(path)} & {
-        "torch",
-        "numpy",
-        "comfy",
-        "safetensors",
-    }
+    assert not roots_of(path) & {"torch", "numpy", "comfy", "safetensors"}
 
 
 def test_importing_graft_imports_no_torch():

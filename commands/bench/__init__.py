@@ -1,7 +1,7 @@
 """`graft bench NAME [--json]`: what is measured of Graft, one row a benchmark, each in a module of its own.
 
-A benchmark's module has `arguments(parser)` for options beyond `--json`, and `run(args)`, which prints its
-figures (as one JSON object where `args.json` is set) and returns an exit code.
+A benchmark's module has `add_arguments(parser)` for options beyond `--json`, and `run(args)`, which prints
+its figures (as one JSON object where `args.json` is set) and returns an exit code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BENCHMARKS = {
 """name -> (module in this folder, what it measures)."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand a benchmark, with its own options."""
     add_rows(parser, __name__, BENCHMARKS, [str(GRAFT), "bench"])
 
@@ -42,5 +42,5 @@ def add_rows(
         row = commands.add_parser(name, help=summary, description=f"Measure {summary}.")
         row.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         implementation = importlib.import_module(f"{package}.{module}")
-        implementation.arguments(row)
+        implementation.add_arguments(row)
         row.set_defaults(benchmark=implementation.run, program=[*program, name])

@@ -32,7 +32,7 @@ CHUNK = 1 << 24
 """Bytes read at a time."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
     parser.add_argument(
         "--folder", type=Path, help="where the file is written; default: the temporary folder"

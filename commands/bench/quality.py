@@ -66,7 +66,7 @@ class Watch:
         self.began += time.process_time() - now
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `graft bench quality`."""
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each run")
     parser.add_argument("--every", type=int, default=20, help="steps between two measurements")
@@ -99,7 +99,7 @@ def measure(
         base = round(loss(denoiser), 5)
         ours, theirs = [], []
         for rate in rates:
-            ours.append(graft(denoiser, dataset, loss, rate, steps, every, targets))
+            ours.append(train_with_graft(denoiser, dataset, loss, rate, steps, every, targets))
             theirs.append(train_lora_node(denoiser.patcher, dataset, loss, rate, steps, every))
     return {"base": base, **comparison(ours, theirs)}
 
@@ -140,7 +140,7 @@ def at(curve: Curve, seconds: float) -> float:
     return found[-1] if found else curve.validation[0]
 
 
-def graft(
+def train_with_graft(
     denoiser: Any, dataset: Any, loss: Callable[..., float], lr: float, steps: int, every: int, targets: str
 ) -> Curve:
     """Train with Graft's own loop."""

@@ -227,7 +227,7 @@ def wrappers(bench: Bench) -> Steps:
 
 
 def autocast_steps(bench: Bench, model: Any, trained: list[Any]) -> Steps:
-    """Train `trained` inside `model` with AdamW under autocast."""
+    """Return steps that train `trained` inside `model` with AdamW under autocast."""
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
 
     def step() -> None:
@@ -289,7 +289,7 @@ CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": t
 """What seconds are; on a machine that others use as well, only those of the CPU mean anything."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
     usual = [name for name in CONTENDERS if name not in UNLESS_ASKED]
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -1,1 +1,1 @@
-"""Laboratory benchmarks, one module each: `arguments(parser)` adds options, `run(args)` prints figures."""
+"""Laboratory benchmarks, one module each, with `add_arguments(parser)` and `run(args)`."""

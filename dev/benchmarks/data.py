@@ -48,7 +48,7 @@ CAPTION = (
 )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
 

@@ -77,7 +77,7 @@ FAULTS = {
 """What goes wrong -> the file under tests/ and the test in it that does it."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python dev/bench.py faults`."""
     parser.add_argument("--tries", type=int, default=TRIES, help="runs that are killed")
 

@@ -18,7 +18,7 @@ from ...commands.headless.comfyui import start_comfyui
 MODELS = ("sdxl", "sd35m")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rank", type=int, default=16)

@@ -25,7 +25,7 @@ LR, BATCH_SIZE, RANK = 1e-3, 4, 16
 """Of its own, not the first workflow's."""
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python dev/bench.py optimizers`."""
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "adamw8bit"], metavar="NAME")

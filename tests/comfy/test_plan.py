@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from graft.commands.bench.base_models import SMALL
 from graft.commands.cli import main
-from graft.commands.plan import memory, pixels
+from graft.commands.plan import read_memory, read_size
 from graft.tests.support import dynamic_vram
 from graft.tests.support.tiny_models import FILES, fields, state_dict
 from graft.training.adapters.build import select
@@ -94,10 +94,10 @@ def test_a_file_that_is_no_base_model_is_refused_by_name(tmp_path, capsys):
 
 
 def test_sizes_are_read_as_people_write_them():
-    assert memory("24GB") == memory("24 GiB") == memory("24") == 24 << 30
-    assert pixels("1024") == (1024, 1024) and pixels("832x1216") == (832, 1216)
+    assert read_memory("24GB") == read_memory("24 GiB") == read_memory("24") == 24 << 30
+    assert read_size("1024") == (1024, 1024) and read_size("832x1216") == (832, 1216)
     for wrong in ("", "much", "0GB"):
         with pytest.raises(ValueError, match="write for example 24GB"):
-            memory(wrong)
+            read_memory(wrong)
     with pytest.raises(ValueError, match="write for example 1024 or 832x1216"):
-        pixels("32")
+        read_size("32")
