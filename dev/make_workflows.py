@@ -1,4 +1,4 @@
-"""Write the editor form of every workflow in api/: the same graph with places, sizes, groups and a note.
+"""Write the editor form of every workflow in example_workflows/api: places, sizes, groups and a note added.
 
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
 node's schema, start ComfyUI 0.3.75 with Graft and run
@@ -23,7 +23,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-HERE = Path(__file__).resolve().parent
+WORKFLOWS = Path(__file__).resolve().parents[1] / "example_workflows"
 GAP, TITLE, HEADER, MARGIN = 40, 30, 50, 20
 WIDTHS = {
     "CLIPTextEncode": 320,
@@ -277,10 +277,10 @@ def written(schemas: dict[str, Any]) -> dict[Path, str]:
     /object_info."""
     texts = {}
     for name, layout in LAYOUTS.items():
-        path = HERE / "api" / f"{name}.json"
+        path = WORKFLOWS / "api" / f"{name}.json"
         prompt = completed(json.loads(path.read_text(encoding="utf-8")), schemas)
         texts[path] = _api_lines(prompt)
-        texts[HERE / f"{name}.json"] = _lines(editor_form(prompt, layout, schemas))
+        texts[WORKFLOWS / f"{name}.json"] = _lines(editor_form(prompt, layout, schemas))
     return texts
 
 
@@ -464,7 +464,7 @@ TUNED = "graft_thumbnail.safetensors"
 
 def _thumbnail(address: str, name: str) -> None:
     """Run a workflow at demo size and write the last picture that it saves, with a label, as <name>.jpg."""
-    prompt = json.loads((HERE / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     prompt = at_demo_size(prompt, steps=THUMBNAIL_STEPS, lora="first_lora.safetensors", tuned=TUNED)
     if name == "merge_and_extract":  # what it reads besides the LoRA that first_lora saved
         del prompt["10"]
@@ -476,7 +476,7 @@ def _thumbnail(address: str, name: str) -> None:
     saved = [images for images in saved if images[0]["type"] == "output"]
     asked = [urllib.parse.urlencode(image) for image in saved[-1][:4]]
     pictures = [Image.open(io.BytesIO(_ask(f"{address}/view?{image}"))).convert("RGB") for image in asked]
-    _labeled(pictures).save(HERE / f"{name}.jpg", quality=85)
+    _labeled(pictures).save(WORKFLOWS / f"{name}.jpg", quality=85)
 
 
 def _labeled(pictures: list[Image.Image], side: int = 384) -> Image.Image:

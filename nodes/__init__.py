@@ -38,9 +38,9 @@ from .train import TrainSteps
 
 ALL_NODES = [
     LoadBaseModel, LoadDataset, DatasetFromImages, DatasetSettingsNode, JoinDatasets, PreviewDataset,
-    EncodeDataset, SplitDataset, BuildLora, LoraSettings, OptimizerSettings, ObjectiveSettings, MemorySettings,
-    ValidationSettings, CheckpointSettings, SamplePromptsNode, MemoryPlan, TrainingJob, TrainSteps, LossPlot,
-    CheckpointGrid, ValidationLoss, SaveLora, SaveTrainingState, LoadTrainingState, MergeLora, UnmergeLora,
-    MergeCheckpoint, ExtractLora, ResizeLora, ConvertLora, InspectLora,
+    EncodeDataset, SplitDataset, BuildLora, LoraSettings, OptimizerSettings, ObjectiveSettings,
+    MemorySettings, ValidationSettings, CheckpointSettings, SamplePromptsNode, MemoryPlan, TrainingJob,
+    TrainSteps, LossPlot, CheckpointGrid, ValidationLoss, SaveLora, SaveTrainingState, LoadTrainingState,
+    MergeLora, UnmergeLora, MergeCheckpoint, ExtractLora, ResizeLora, ConvertLora, InspectLora,
 ]  # fmt: skip
 """In workflow order."""

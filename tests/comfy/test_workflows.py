@@ -124,10 +124,10 @@ def test_the_editor_form_is_the_api_form(pair, schemas):
 
 def test_the_files_are_what_make_writes(graft_nodes, comfyui):
     if comfyui_version(comfyui) != OLDEST:
-        pytest.skip(f"make.py writes them with the stock nodes of ComfyUI {OLDEST}")
+        pytest.skip(f"make_workflows.py writes them with the stock nodes of ComfyUI {OLDEST}")
     described = json.loads(json.dumps({name: object_info(name, node) for name, node in graft_nodes.items()}))
     other = [path.name for path, text in written(described).items() if path.read_text("utf-8") != text]
-    assert not other, "run dev/make_workflows.py, after changes to a note in its LAYOUTS"
+    assert not other, "run dev/make_workflows.py after changes to a note in its LAYOUTS"
 
 
 def test_every_link_joins_slots_of_one_type_on_both_ends(pair, schemas):
