@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from ..training.adapters.select import select
     from ..training.comfy.model.outline import outline, outlined_batch
     from ..training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
-    from ..training.memory.plan import every_plan, predictor, table
+    from ..training.memory.plan import every_plan, make_estimator
+    from ..training.memory.plan_table import format_plans
 
     config = TrainConfig(
         batch_size=args.batch,
@@ -50,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     denoiser = outline(args.checkpoint)
     batch = outlined_batch(denoiser, args.batch, *size)
     adapted = select(denoiser.specs, denoiser.family, config.adapter)
-    predict = predictor(denoiser, adapted, config, batch)
+    estimate = make_estimator(denoiser, adapted, config, batch)
     flops = args.tflops * 1e12 if args.tflops else None
     say(
         f"{denoiser.family.name}, {args.resolution} pixels, batch {args.batch}, "
         f"{args.algorithm} of rank {args.rank} on {len(adapted)} layers, {args.optimizer}, bf16"
     )
-    say(table([predict(plan) for plan in every_plan()], card, flops, args.bandwidth * 1e9))
+    say(format_plans([estimate(plan) for plan in every_plan()], card, flops, args.bandwidth * 1e9))
     return 0
 
 

@@ -12,7 +12,7 @@ from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.run.session import progress_bar
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.plan import every_plan
-from ..training.memory.plan_table import outlook
+from ..training.memory.plan_table import tabulate_plans
 from ..training.run.saved_state import StateHandle
 from ..training.validation import validation_loss
 from .node import Node
@@ -91,5 +91,7 @@ class MemoryPlan(Node):
         )
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         adapted = select(denoiser.specs, denoiser.family, adapter)
-        text = outlook(denoiser, adapted, config, encoded(dataset).largest_batch(batch_size), every_plan())
+        text = tabulate_plans(
+            denoiser, adapted, config, encoded(dataset).largest_batch(batch_size), every_plan()
+        )
         return io.NodeOutput(text, ui={"text": [text]})

@@ -25,7 +25,7 @@ from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.tiny import Network, TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig, OptimizerConfig
 from graft.training.loop import train
-from graft.training.memory.plan import Plan, candidates, predictor
+from graft.training.memory.plan import MemoryPlan, candidates, make_estimator
 from graft.training.memory.plan_table import probe
 from graft.training.model import Batch
 
@@ -160,13 +160,13 @@ def test_half_precision_learns(base, dtype):
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "block", "block-offload"])
-def test_what_a_step_takes_is_foreseen_within_a_tenth(mode):
-    denoiser, plan, batch = OnCard(), Plan("resident", mode), Large().largest_batch(4)
+def test_what_a_step_takes_is_estimated_within_a_tenth(mode):
+    denoiser, plan, batch = OnCard(), MemoryPlan("resident", mode), Large().largest_batch(4)
     config = replace(CONFIG, memory=MemoryConfig(dtype="bf16"))
-    foreseen = predictor(denoiser, denoiser.specs, config, batch)(plan).step.peak
+    estimate = make_estimator(denoiser, denoiser.specs, config, batch)(plan).step.peak
     for _ in range(2):  # the first time, libraries take work space for good
         measured = probe(denoiser, denoiser.specs, config, batch, [plan]).peak
-    assert foreseen == pytest.approx(measured, rel=0.1)
+    assert estimate == pytest.approx(measured, rel=0.1)
 
 
 def test_memory_is_counted_from_where_a_run_begins():
@@ -179,9 +179,9 @@ def test_memory_is_counted_from_where_a_run_begins():
 def test_where_the_allocator_gives_no_more_the_next_plan_is_taken(exact, monkeypatch, caplog):
     expected = trained(base="resident", checkpointing="none")
     denoiser = OnCard()
-    predict = predictor(denoiser, denoiser.specs, CONFIG, Large().largest_batch(4))
-    most, least = (predict(Plan("resident", mode)).peak for mode in ("none", "block"))
-    monkeypatch.setattr("graft.training.loop.fitting", lambda *_: candidates(MemoryConfig()))
+    estimate = make_estimator(denoiser, denoiser.specs, CONFIG, Large().largest_batch(4))
+    most, least = (estimate(MemoryPlan("resident", mode)).peak for mode in ("none", "block"))
+    monkeypatch.setattr("graft.training.loop.plans_that_fit", lambda *_: candidates(MemoryConfig()))
     state = trained(budget_gb=(most + least) / 2 / 2**30)
     assert "memory ran out with base resident, checkpointing none" in caplog.text
     assert_equal(state, expected)
@@ -197,7 +197,7 @@ def test_the_allocator_that_comfyui_prefers_is_limited_and_set_free_again():
         "-q",
         __file__,
         "-k",
-        "next_plan or foreseen or counted",
+        "next_plan or estimated or counted",
     ]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

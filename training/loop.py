@@ -20,7 +20,7 @@ from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .live_state import Work
 from .memory.device_memory import forget_peak, in_use, peak_bytes
 from .memory.placement import Placement
-from .memory.plan import budget_of, fitting, is_limit_hard
+from .memory.plan import budget_of, is_limit_hard, plans_that_fit
 from .memory.precision import compute_dtype
 from .memory.weight_store import UNPLACED
 from .model import Batch, Dataset, Denoiser, Samples
@@ -122,7 +122,7 @@ def train(
     clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in work.adapters}
-    plans = fitting(denoiser, adapted, config, largest_batch(dataset, config), budget)
+    plans = plans_that_fit(denoiser, adapted, config, largest_batch(dataset, config), budget)
     options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
     with Placement(denoiser, work.adapters, plans, dtype, most, **options) as placement:
         compute = partial(gradients, denoiser, dataset, config, work)

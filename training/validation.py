@@ -16,7 +16,7 @@ from . import rng
 from .adapters.build import restore_adapters
 from .config import MemoryConfig, ObjectiveConfig
 from .memory.placement import Placement
-from .memory.plan import Plan, candidates
+from .memory.plan import MemoryPlan, candidates
 from .memory.precision import compute_dtype
 from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
 from .objective import loss as objective
@@ -46,7 +46,7 @@ def validation_loss(
     """
     objective.check_sampling(denoiser.sampling, denoiser.family.name)
     memory = memory or MemoryConfig()
-    plans = [Plan(base, "none") for base in dict.fromkeys(plan.base for plan in candidates(memory))]
+    plans = [MemoryPlan(base, "none") for base in dict.fromkeys(plan.base for plan in candidates(memory))]
     adapters = {}
     if state is not None:
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)

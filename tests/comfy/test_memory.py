@@ -18,8 +18,8 @@ from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
 from graft.training.loop import train
 from graft.training.memory import compiling
 from graft.training.memory.activation_checkpointing import MODES
-from graft.training.memory.estimate import forecast
-from graft.training.memory.plan import Plan, fits_surely, predictor
+from graft.training.memory.estimate import estimate_step
+from graft.training.memory.plan import MemoryPlan, fits_surely, make_estimator
 
 from .test_families import Samples
 
@@ -58,7 +58,7 @@ def test_compiled_blocks_have_the_same_gradients(name, monkeypatch):
 
 
 UPPER_BOUNDS = ("hidream",)
-"""Its experts are chosen by numbers: the forecast lets every expert see every token."""
+"""Its experts are chosen by numbers: the estimate lets every expert see every token."""
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sdxl"])
@@ -84,25 +84,25 @@ counted = pytest.mark.skipif(PRETENDED, reason="there a view counts like a copy"
 @counted
 @pytest.mark.parametrize("size", [(16, 16), (8, 12)])
 @pytest.mark.parametrize("name", TINY)
-def test_the_memory_of_a_step_is_foreseen_within_a_tenth(name, size):
+def test_the_memory_of_a_step_is_estimated_within_a_tenth(name, size):
     denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch(size=size)
     adapted = select(denoiser.specs, denoiser.family, CONFIG.adapter)
     for mode in ("none", "selective", "block"):
-        found = forecast(denoiser, adapted, CONFIG.adapter, batch, mode, torch.float32)
-        live, kept = measured(denoiser, batch, CONFIG, mode)
-        for predicted, value in ((found.kept, kept), (found.peak, live.peak)):
-            below = 0.9 * value <= predicted
-            assert below and (predicted <= 1.1 * value or name in UPPER_BOUNDS), (mode, predicted, value)
+        estimate = estimate_step(denoiser, adapted, CONFIG.adapter, batch, mode, torch.float32)
+        live, saved = measured(denoiser, batch, CONFIG, mode)
+        for estimated, value in ((estimate.saved, saved), (estimate.peak, live.peak)):
+            below = 0.9 * value <= estimated
+            assert below and (estimated <= 1.1 * value or name in UPPER_BOUNDS), (mode, estimated, value)
         if mode == "none":
             assert not fits_surely(denoiser, adapted, CONFIG, batch, live.peak)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_weights_that_are_foreseen_are_all_that_the_network_has(name):
+def test_the_estimated_weights_are_all_that_the_network_has(name):
     """SD3.5's table of positions is a tenth of it."""
     denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
     adapted = select(denoiser.specs, denoiser.family, CONFIG.adapter)
-    found = predictor(denoiser, adapted, CONFIG, batch)(Plan("resident", "none")).weights
+    found = make_estimator(denoiser, adapted, CONFIG, batch)(MemoryPlan("resident", "none")).weights
     everything = [*denoiser.network.parameters(), *denoiser.network.buffers()]
     assert found == pytest.approx(sum(tensor.nbytes for tensor in everything), rel=0.01)
 

@@ -26,14 +26,14 @@ def test_the_node_shows_every_plan_and_what_fits():
     assert "too large" in lines[1] and found.ui["text"] == [found.result[0]]
 
 
-def test_a_model_that_cannot_be_foreseen_says_so(monkeypatch):
+def test_a_model_that_cannot_be_estimated_says_so(monkeypatch):
     model = TINY["sd3"]()
     network = model.model.diffusion_model
     whole = network.forward
     monkeypatch.setattr(
         network, "forward", lambda x, *args, **kwargs: whole(x, *args, **kwargs)[: int(x.sum())]
     )
-    with pytest.raises(ValueError, match="cannot be foreseen .* starts with the fastest plan"):
+    with pytest.raises(ValueError, match="cannot be estimated .* starts with the fastest plan"):
         MemoryPlan.execute(model, Encoded(), AdapterConfig(rank=4), 2)
 
 

@@ -17,8 +17,8 @@ from graft.training.adapters.build import select
 from graft.training.comfy.model import outline as module
 from graft.training.comfy.model.outline import TEXTS, Text, outline, outlined_batch
 from graft.training.config import AdapterConfig
-from graft.training.memory.estimate import forecast
-from graft.training.memory.weight_store import bytes_of
+from graft.training.memory.estimate import estimate_step
+from graft.training.memory.weight_store import weight_bytes
 
 pytestmark = dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
 TINY_TEXT = Text(8, 64, 2048)
@@ -39,8 +39,8 @@ def test_every_file_is_planned_without_its_weights(name, monkeypatch, tmp_path):
     adapted = select(denoiser.specs, denoiser.family, config)
     batch = outlined_batch(denoiser, 2, 128, 64)
     assert batch.latents.shape[-2:] == (8, 16)
-    found = forecast(denoiser, adapted, config, batch, "none", torch.bfloat16)
-    assert 0 < found.kept < found.peak and found.flops > 0
+    estimate = estimate_step(denoiser, adapted, config, batch, "none", torch.bfloat16)
+    assert 0 < estimate.saved < estimate.peak and estimate.flops > 0
 
 
 def flux(monkeypatch, tmp_path, prefix="model.diffusion_model.", dtype=torch.bfloat16):
@@ -53,11 +53,13 @@ def flux(monkeypatch, tmp_path, prefix="model.diffusion_model.", dtype=torch.bfl
 
 def test_a_file_in_fp8_is_planned_as_that(monkeypatch, tmp_path):
     small, plain = (flux(monkeypatch, tmp_path, "", dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
-    sizes = [bytes_of(d.specs, d.family.blocks, "resident", torch.bfloat16) for d in (small, plain)]
+    sizes = [weight_bytes(d.specs, d.family.blocks, "resident", torch.bfloat16) for d in (small, plain)]
     assert sizes[0] == sizes[1] / 2
     batch = outlined_batch(small, 1, 256, 256)
     adapted = select(small.specs, small.family, AdapterConfig())
-    found = [forecast(d, adapted, AdapterConfig(), batch, "none", torch.bfloat16) for d in (small, plain)]
+    found = [
+        estimate_step(d, adapted, AdapterConfig(), batch, "none", torch.bfloat16) for d in (small, plain)
+    ]
     assert found[0] == found[1]
 
 
@@ -66,10 +68,10 @@ def test_flux_is_planned_at_its_real_width(monkeypatch, tmp_path):
     adapted = select(denoiser.specs, denoiser.family, AdapterConfig())
     batch = outlined_batch(denoiser, 1, 1024, 1024)
     plain, selective, block = (
-        forecast(denoiser, adapted, AdapterConfig(), batch, mode, torch.bfloat16)
+        estimate_step(denoiser, adapted, AdapterConfig(), batch, mode, torch.bfloat16)
         for mode in ("none", "selective", "block")
     )
-    assert block.kept <= 0.35 * plain.kept and selective.kept <= 0.6 * plain.kept
+    assert block.saved <= 0.35 * plain.saved and selective.saved <= 0.6 * plain.saved
     assert selective.flops <= 1.25 * plain.flops and block.flops <= 1.6 * plain.flops
 
 

@@ -34,7 +34,7 @@ from graft.training.family import is_text
 from graft.training.files.lora.diffusers import diffusers_tensors
 from graft.training.files.lora.read import lora_tensors
 from graft.training.loop import initial_state, train
-from graft.training.memory.estimate import forecast
+from graft.training.memory.estimate import estimate_step
 from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
@@ -297,19 +297,19 @@ def test_memory_plan_counts_the_text_encoders_part(trained):
 
 @every
 @pytest.mark.parametrize("mode", ["none", "block"])
-def test_what_training_the_text_encoders_takes_is_foreseen(name, mode):
+def test_what_training_the_text_encoders_takes_is_estimated(name, mode):
     clip = clip_of(name)
     denoiser = ComfyDenoiser(tiny(name)(), clip)
     batch = Captioned(tiny(name), clip).batch(2, seed=0, index=0)
     adapted = select(denoiser.specs, denoiser.family, CONFIG.adapter)
-    found, without = (
-        forecast(denoiser, adapted, CONFIG.adapter, each, mode, torch.float32)
+    estimate, without = (
+        estimate_step(denoiser, adapted, CONFIG.adapter, each, mode, torch.float32)
         for each in (batch, dataclasses.replace(batch, captions=()))
     )
-    assert found.kept > without.kept
+    assert estimate.saved > without.saved
     if not PRETENDED:  # there a view counts like a copy
-        live, kept = measured(denoiser, batch, CONFIG, mode)
-        assert abs(found.kept / kept - 1) <= 0.1 and abs(found.peak / live.peak - 1) <= 0.1
+        live, saved = measured(denoiser, batch, CONFIG, mode)
+        assert abs(estimate.saved / saved - 1) <= 0.1 and abs(estimate.peak / live.peak - 1) <= 0.1
 
 
 def test_train_steps_asks_for_the_clip_it_needs():

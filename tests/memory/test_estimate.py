@@ -9,7 +9,7 @@ from torch import nn
 from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.memory import measured
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
-from graft.training.memory.estimate import forecast, untouched
+from graft.training.memory.estimate import estimate_step, untouched
 from graft.training.memory.tensor_counter import LiveTensors
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
@@ -17,27 +17,27 @@ BATCH = TinyDataset().batch(2, seed=0, index=0)
 
 @pytest.mark.parametrize("mode", ["none", "selective", "block"])
 @pytest.mark.parametrize("method", ["lora", "dora", "lokr"])
-def test_a_forecast_is_what_the_step_takes(method, mode):
+def test_an_estimate_is_what_the_step_takes(method, mode):
     denoiser, config = TinyDenoiser(), train_config(adapter_config(method, targets="all"))
-    found = forecast(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
-    live, kept = measured(denoiser, BATCH, config, mode)
-    assert abs(found.kept / kept - 1) <= 0.1 and abs(found.peak / live.peak - 1) <= 0.1
+    estimate = estimate_step(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
+    live, saved = measured(denoiser, BATCH, config, mode)
+    assert abs(estimate.saved / saved - 1) <= 0.1 and abs(estimate.peak / live.peak - 1) <= 0.1
 
 
 @pytest.mark.parametrize("kind", ["dropout", "rank_dropout"])
 @pytest.mark.parametrize("mode", ["none", "selective", "block"])
-def test_dropout_is_foreseen(kind, mode):
+def test_dropout_is_estimated(kind, mode):
     denoiser, config = TinyDenoiser(), train_config(adapter_config("lora", targets="all", **{kind: 0.1}))
-    found = forecast(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
-    live, kept = measured(denoiser, BATCH, config, mode)
-    assert abs(found.kept / kept - 1) <= 0.1 and abs(found.peak / live.peak - 1) <= 0.1
+    estimate = estimate_step(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
+    live, saved = measured(denoiser, BATCH, config, mode)
+    assert abs(estimate.saved / saved - 1) <= 0.1 and abs(estimate.peak / live.peak - 1) <= 0.1
 
 
-def test_a_forecast_leaves_base_and_adapters_alone():
+def test_an_estimate_leaves_base_and_adapters_alone():
     denoiser, config = TinyDenoiser(), train_config(adapter_config("lora", targets="all"))
     before = {name: tensor.clone() for name, tensor in denoiser.module.state_dict().items()}
     attributes = {name: dict(vars(module)) for name, module in denoiser.module.named_modules()}
-    forecast(denoiser, denoiser.specs, config.adapter, BATCH, "block", torch.float32)
+    estimate_step(denoiser, denoiser.specs, config.adapter, BATCH, "block", torch.float32)
     assert all(torch.equal(tensor, before[name]) for name, tensor in denoiser.module.state_dict().items())
     assert {name: dict(vars(module)) for name, module in denoiser.module.named_modules()} == attributes
 

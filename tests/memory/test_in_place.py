@@ -15,7 +15,7 @@ from graft.tests.support.memory import step_gradients
 from graft.tests.support.tiny import Block, TinyDataset, TinyDenoiser
 from graft.training.memory.activation_checkpointing import MODES, checkpointed
 from graft.training.memory.in_place import is_changed_in_place
-from graft.training.memory.plan import candidates, predictor
+from graft.training.memory.plan import candidates, make_estimator
 from graft.training.memory.plan_table import probe
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
@@ -118,10 +118,10 @@ def test_measuring_its_memory_refuses_it_too():
         probe(denoiser, denoiser.specs, settings, BATCH, candidates(settings.memory))
 
 
-def test_the_memory_of_copies_is_foreseen():
+def test_the_memory_of_copies_is_estimated():
     settings, peaks = config(), {}
     for kind in (Block, Adding):
         denoiser = denoiser_of(kind)
-        predict = predictor(denoiser, denoiser.specs, settings, BATCH)
-        peaks[kind] = [predict(plan).step.peak for plan in candidates(settings.memory)]
+        estimate = make_estimator(denoiser, denoiser.specs, settings, BATCH)
+        peaks[kind] = [estimate(plan).step.peak for plan in candidates(settings.memory)]
     assert all(copied > plain for copied, plain in zip(peaks[Adding], peaks[Block], strict=True))

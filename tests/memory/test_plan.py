@@ -16,25 +16,25 @@ from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
 from graft.training.live_state import Work
 from graft.training.loop import initial_state, train
 from graft.training.memory.activation_checkpointing import MODES
-from graft.training.memory.estimate import Forecast
+from graft.training.memory.estimate import StepEstimate
 from graft.training.memory.placement import Placement
 from graft.training.memory.plan import (
     GIB,
     RESERVE,
     UNFILLED,
-    Plan,
-    Prediction,
+    Estimate,
+    MemoryPlan,
     adapter_bytes,
     budget_of,
     candidates,
     fits_surely,
-    fitting,
+    make_estimator,
     optimizing_bytes,
-    predictor,
-    table,
+    plans_that_fit,
 )
+from graft.training.memory.plan_table import format_plans
 from graft.training.memory.tensor_counter import LiveTensors
-from graft.training.memory.weight_store import STORES, bytes_of, is_rounded
+from graft.training.memory.weight_store import STORES, is_quantized, weight_bytes
 from graft.training.model import NO_ROOM, Room
 
 
@@ -53,45 +53,47 @@ def with_memory(**settings):
     return replace(CONFIG, memory=MemoryConfig(**settings))
 
 
-def predictions(denoiser, config=CONFIG):
-    return [predictor(denoiser, denoiser.specs, config, BATCH)(plan) for plan in candidates(config.memory)]
+def estimates(denoiser, config=CONFIG):
+    return [
+        make_estimator(denoiser, denoiser.specs, config, BATCH)(plan) for plan in candidates(config.memory)
+    ]
 
 
 def chosen(denoiser, available, config=CONFIG):
-    return list(fitting(denoiser, denoiser.specs, config, BATCH, available))
+    return list(plans_that_fit(denoiser, denoiser.specs, config, BATCH, available))
 
 
 def test_the_fastest_plan_that_fits_is_chosen():
     denoiser = TinyDenoiser()
-    for found in predictions(denoiser):
-        first = chosen(denoiser, int(found.peak / (1 - RESERVE)) + 1)[0]
-        fits = [p.plan for p in predictions(denoiser) if p.peak <= found.peak + 1]
+    for estimate in estimates(denoiser):
+        first = chosen(denoiser, int(estimate.peak / (1 - RESERVE)) + 1)[0]
+        fits = [p.plan for p in estimates(denoiser) if p.peak <= estimate.peak + 1]
         assert first == fits[0]
 
 
 def test_where_nothing_fits_the_smallest_is_tried_and_the_user_told(caplog):
-    assert chosen(TinyDenoiser(), 1000) == [Plan("offload", "block-offload")]
+    assert chosen(TinyDenoiser(), 1000) == [MemoryPlan("offload", "block-offload")]
     assert "no plan fits into 0.0 MiB" in caplog.text and "'fp8' or 'nf4'" in caplog.text
 
 
 def offloading(blocks):
     """A run on an offloaded base, with memory for that and so many of its blocks."""
     config = with_memory(base="offload")
-    found = predictions(TinyDenoiser(), config)[0]
-    budget = (found.peak + blocks * max(found.blocks.values())) / (1 - UNFILLED) + 1
+    estimate = estimates(TinyDenoiser(), config)[0]
+    budget = (estimate.peak + blocks * max(estimate.blocks.values())) / (1 - UNFILLED) + 1
     return with_memory(base="offload", budget_gb=budget / GIB)
 
 
 def test_blocks_of_an_offloaded_base_stay_where_there_is_room_for_them():
-    step = Forecast(kept=0, peak=0, flops=0)
-    found = Prediction(
-        Plan("offload", "block"), 100, 0, step, blocks={str(i): 10 for i in range(10)}, passes=3
+    step = StepEstimate(saved=0, peak=0, flops=0)
+    estimate = Estimate(
+        MemoryPlan("offload", "block"), 100, 0, step, blocks={str(i): 10 for i in range(10)}, passes=3
     )
-    there = sorted(map(int, found.on_device(int(145 / (1 - UNFILLED)))))
+    there = sorted(map(int, estimate.on_device(int(145 / (1 - UNFILLED)))))
     assert len(there) == 4 and max(b - a for a, b in pairwise(there)) <= 3
-    assert found.on_device(None) == found.on_device(100) == frozenset()
-    assert found.on_device(10_000) == found.blocks.keys()
-    assert found.seconds(1, 1, int(145 / (1 - UNFILLED))) == 3 * 60 and found.seconds(1, 1) == 3 * 100
+    assert estimate.on_device(None) == estimate.on_device(100) == frozenset()
+    assert estimate.on_device(10_000) == estimate.blocks.keys()
+    assert estimate.seconds(1, 1, int(145 / (1 - UNFILLED))) == 3 * 60 and estimate.seconds(1, 1) == 3 * 100
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -129,7 +131,7 @@ def test_the_budget_is_what_is_set_or_what_is_free_while_nothing_is_held():
 
 def test_a_plan_that_the_user_fixed_is_kept():
     config = with_memory(base="resident", checkpointing="selective")
-    assert chosen(TinyDenoiser(), 1000, config) == [Plan("resident", "selective")]
+    assert chosen(TinyDenoiser(), 1000, config) == [MemoryPlan("resident", "selective")]
 
 
 def test_host_memory_is_left_for_block_inputs(monkeypatch):
@@ -138,7 +140,7 @@ def test_host_memory_is_left_for_block_inputs(monkeypatch):
     hold = denoiser.hold
     denoiser.hold = lambda dtype, store, room=NO_ROOM: rooms.append((store, room)) or hold(dtype, store, room)
     fixed = with_memory(base="offload", checkpointing="block-offload")
-    inputs = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("resident", "none")).step.host
+    inputs = make_estimator(denoiser, denoiser.specs, CONFIG, BATCH)(MemoryPlan("resident", "none")).step.host
     for config in (CONFIG, fixed):
         (plan,) = chosen(denoiser, 1000, config)
         assert plan.room.host == inputs > 0
@@ -149,14 +151,17 @@ def test_host_memory_is_left_for_block_inputs(monkeypatch):
 
 def test_what_waits_in_host_memory_is_told(monkeypatch):
     monkeypatch.setattr("graft.training.memory.offload.SMALLEST_INPUT", 1)
-    found = {p.plan: p for p in predictions(TinyDenoiser())}
-    base, inputs = found[Plan("offload", "none")].host, found[Plan("resident", "block-offload")].host
-    assert base > 0 and inputs > 0 and found[Plan("resident", "none")].host == 0
-    assert found[Plan("offload", "block-offload")].host == base + inputs
+    by_plan = {p.plan: p for p in estimates(TinyDenoiser())}
+    base, inputs = (
+        by_plan[MemoryPlan("offload", "none")].host,
+        by_plan[MemoryPlan("resident", "block-offload")].host,
+    )
+    assert base > 0 and inputs > 0 and by_plan[MemoryPlan("resident", "none")].host == 0
+    assert by_plan[MemoryPlan("offload", "block-offload")].host == base + inputs
 
 
-def test_with_ample_memory_nothing_is_foreseen(monkeypatch):
-    monkeypatch.setattr("graft.training.memory.plan.forecast", None)
+def test_with_ample_memory_nothing_is_estimated(monkeypatch):
+    monkeypatch.setattr("graft.training.memory.plan.estimate_step", None)
     denoiser = TinyDenoiser()
     assert fits_surely(denoiser, denoiser.specs, CONFIG, BATCH, GIB)
     assert chosen(denoiser, GIB) == list(candidates(CONFIG.memory))
@@ -165,64 +170,68 @@ def test_with_ample_memory_nothing_is_foreseen(monkeypatch):
 def test_memory_is_not_ample_where_the_fastest_plan_would_not_fit():
     denoiser = TinyDenoiser()
     sure = partial(fits_surely, denoiser, denoiser.specs, CONFIG)
-    assert not sure(BATCH, predictions(denoiser)[0].peak)
+    assert not sure(BATCH, estimates(denoiser)[0].peak)
     text = [{**each, "text": torch.zeros(1, 500, 8)} for each in BATCH.conditioning]
     ample = next(size for size in range(0, GIB, 1 << 16) if sure(BATCH, size))
     assert not sure(replace(BATCH, conditioning=text), 2 * ample)
 
 
 def test_a_step_lasts_as_long_as_the_slower_of_computing_and_copying():
-    plain, copying = (p for p in predictions(TinyDenoiser()) if p.plan.checkpointing == "block")
+    plain, copying = (p for p in estimates(TinyDenoiser()) if p.plan.checkpointing == "block")
     flops, moved = plain.step.flops, copying.moved()
     assert plain.seconds(flops, 1.0) == 1 and copying.seconds(flops, moved) == 1
     assert copying.seconds(flops, moved / 2) == 2 and copying.seconds(flops / 3, moved) == 3
 
 
 def test_the_base_is_copied_once_more_where_blocks_are_computed_again():
-    found = {p.plan: p.moved() for p in predictions(TinyDenoiser())}
+    by_plan = {p.plan: p.moved() for p in estimates(TinyDenoiser())}
     weights = sum(spec.numel for spec in TinyDenoiser().specs.values()) * 4
-    assert found[Plan("offload", "none")] == found[Plan("offload", "selective")]
-    assert found[Plan("offload", "block")] == found[Plan("offload", "none")] * 3 / 2 <= 3 * weights
+    assert by_plan[MemoryPlan("offload", "none")] == by_plan[MemoryPlan("offload", "selective")]
+    assert (
+        by_plan[MemoryPlan("offload", "block")]
+        == by_plan[MemoryPlan("offload", "none")] * 3 / 2
+        <= 3 * weights
+    )
 
 
-def test_a_rounded_layer_is_counted_whole_too_while_it_is_used(monkeypatch):
+def test_a_quantized_layer_is_counted_dequantized_too_while_it_is_used(monkeypatch):
     monkeypatch.setattr("graft.training.memory.weight_store.SMALLEST", 1)
     denoiser = TinyDenoiser()
-    found = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("fp8", "none"))
-    kept = bytes_of(denoiser.specs, denoiser.family.blocks, "fp8", torch.float32)
-    largest = max(spec.numel for spec in denoiser.specs.values() if is_rounded(spec, "fp8"))
-    assert found.weights == kept + 2 * 4 * largest + found.step.loose
+    estimate = make_estimator(denoiser, denoiser.specs, CONFIG, BATCH)(MemoryPlan("fp8", "none"))
+    stored = weight_bytes(denoiser.specs, denoiser.family.blocks, "fp8", torch.float32)
+    largest = max(spec.numel for spec in denoiser.specs.values() if is_quantized(spec, "fp8"))
+    assert estimate.weights == stored + 2 * 4 * largest + estimate.step.loose
 
 
 def test_where_nobody_knows_how_much_is_free_the_fastest_plan_is_tried_first():
     assert chosen(TinyDenoiser(), None) == list(candidates(CONFIG.memory))
 
 
-def test_a_network_that_cannot_be_foreseen_starts_with_the_fastest_plan(monkeypatch, caplog):
+def test_a_network_that_cannot_be_estimated_starts_with_the_fastest_plan(monkeypatch, caplog):
     def fails(*args):
         raise RuntimeError("depends on numbers")
 
-    monkeypatch.setattr("graft.training.memory.plan.forecast", fails)
+    monkeypatch.setattr("graft.training.memory.plan.estimate_step", fails)
     assert chosen(TinyDenoiser(), 100_000) == list(candidates(CONFIG.memory))
-    assert "cannot be foreseen (depends on numbers)" in caplog.text
+    assert "cannot be estimated (depends on numbers)" in caplog.text
 
 
 @pytest.mark.parametrize("base", STORES)
-def test_every_plan_is_predicted(base):
+def test_every_plan_is_estimated(base):
     config = with_memory(base=base)
-    found = predictions(TinyDenoiser(), config)
-    assert [p.plan.checkpointing for p in found] == list(MODES)
-    assert found[0].peak > found[1].peak > found[2].peak >= found[3].peak
-    assert all(bool(p.blocks) == (base == "offload") for p in found)
+    every = estimates(TinyDenoiser(), config)
+    assert [p.plan.checkpointing for p in every] == list(MODES)
+    assert every[0].peak > every[1].peak > every[2].peak >= every[3].peak
+    assert all(bool(p.blocks) == (base == "offload") for p in every)
 
 
 def test_the_table_says_what_fits_and_how_long_it_takes():
-    found = predictions(TinyDenoiser())
-    lines = table(found, found[2].peak * 2, None, 1.0).splitlines()
-    assert len(lines) == 1 + len(found) and lines[1].split()[:2] == ["resident", "none"]
+    every = estimates(TinyDenoiser())
+    lines = format_plans(every, every[2].peak * 2, None, 1.0).splitlines()
+    assert len(lines) == 1 + len(every) and lines[1].split()[:2] == ["resident", "none"]
     assert "x 1.00" in lines[1] and lines[3].endswith("fits")
-    assert " s" in table(found, None, 1e9, 1e9) and "fits" not in table(found, None, 1e9, 1e9)
-    assert table(found, 1000, None, 1.0).count("too large") == len(found)
+    assert " s" in format_plans(every, None, 1e9, 1e9) and "fits" not in format_plans(every, None, 1e9, 1e9)
+    assert format_plans(every, 1000, None, 1.0).count("too large") == len(every)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "stable-adamw", "sgd"])
@@ -256,9 +265,9 @@ def test_an_optimizer_step_takes_what_is_counted(weights):
 
 
 def test_a_plan_takes_what_its_worst_moment_does():
-    found = predictions(TinyDenoiser())[-1]
-    assert found.peak == found.weights + found.adapters + found.step.peak
-    assert replace(found, optimizing=10 * found.step.peak).peak > 10 * found.step.peak
+    estimate = estimates(TinyDenoiser())[-1]
+    assert estimate.peak == estimate.weights + estimate.adapters + estimate.step.peak
+    assert replace(estimate, optimizing=10 * estimate.step.peak).peak > 10 * estimate.step.peak
 
 
 def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeypatch):
@@ -276,7 +285,7 @@ def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeyp
 
     monkeypatch.setattr(TinyDenoiser, "free_bytes", lambda denoiser: free)
     monkeypatch.setattr("graft.training.loop.Work", start)
-    monkeypatch.setattr("graft.training.loop.fitting", noting)
+    monkeypatch.setattr("graft.training.loop.plans_that_fit", noting)
     train(TinyDenoiser(), Sized(), CONFIG, None, steps=1)
     assert budgets == [GIB]
 

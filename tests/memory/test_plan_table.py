@@ -1,4 +1,4 @@
-"""The outlook is corrected by a step that is really computed, and trains nothing."""
+"""The table of plans is corrected by a step that is really computed, and trains nothing."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from graft.tests.memory.test_plan import BATCH, CONFIG
 from graft.tests.support.tiny import TinyDenoiser
 from graft.training.memory import plan_table as module
-from graft.training.memory.plan import Plan, candidates, every_plan, predictor
-from graft.training.memory.plan_table import Probe, outlook, probe
+from graft.training.memory.plan import MemoryPlan, candidates, every_plan, make_estimator
+from graft.training.memory.plan_table import Probe, probe, tabulate_plans
 
 
-def test_a_step_takes_about_what_was_foreseen():
+def test_a_step_takes_about_what_was_estimated():
     denoiser = TinyDenoiser()
-    found = probe(denoiser, denoiser.specs, CONFIG, BATCH, candidates(CONFIG.memory))
-    foreseen = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(found.plan).step
-    assert found.plan == Plan("resident", "none") and found.seconds > 0
-    assert found.peak == pytest.approx(foreseen.peak, rel=0.1)
+    measured = probe(denoiser, denoiser.specs, CONFIG, BATCH, candidates(CONFIG.memory))
+    estimate = make_estimator(denoiser, denoiser.specs, CONFIG, BATCH)(measured.plan).step
+    assert measured.plan == MemoryPlan("resident", "none") and measured.seconds > 0
+    assert measured.peak == pytest.approx(estimate.peak, rel=0.1)
     assert all("forward" not in vars(part) for part in denoiser.module.modules())
 
 
@@ -32,17 +32,17 @@ def test_a_plan_that_runs_out_of_memory_is_not_the_one_measured():
             return super().denoise(*args)
 
     denoiser = Small()
-    assert probe(denoiser, denoiser.specs, CONFIG, BATCH, candidates(CONFIG.memory)).plan == Plan(
+    assert probe(denoiser, denoiser.specs, CONFIG, BATCH, candidates(CONFIG.memory)).plan == MemoryPlan(
         "resident", "selective"
     )
 
 
 def test_every_plan_is_corrected_by_it(monkeypatch):
     def rows(factor):
-        step = predictor(denoiser, denoiser.specs, CONFIG, BATCH)(Plan("resident", "none")).step
-        measured = Probe(Plan("resident", "none"), round(step.peak * factor), 2.0)
+        step = make_estimator(denoiser, denoiser.specs, CONFIG, BATCH)(MemoryPlan("resident", "none")).step
+        measured = Probe(MemoryPlan("resident", "none"), round(step.peak * factor), 2.0)
         monkeypatch.setattr(module, "probe", lambda *args: measured)
-        return outlook(denoiser, denoiser.specs, CONFIG, BATCH, every_plan()).splitlines()
+        return tabulate_plans(denoiser, denoiser.specs, CONFIG, BATCH, every_plan()).splitlines()
 
     denoiser = TinyDenoiser()
     plain, doubled = rows(1), rows(2)

@@ -20,7 +20,7 @@ from graft.training.memory import offload
 from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, inputs_on_host
 from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
 from graft.training.memory.tensor_counter import LiveTensors
-from graft.training.memory.weight_store import STORES, Store, bytes_of
+from graft.training.memory.weight_store import STORES, Store, weight_bytes
 from graft.training.model import Room
 from graft.training.network.frozen_layer import LayerSpec
 
@@ -101,13 +101,13 @@ def test_an_unknown_store_is_refused_by_name():
 def test_offloaded_blocks_cost_two_of_them_on_the_device():
     specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64)) for i in range(10)}
     specs["embed"] = LayerSpec("linear", (64, 64))
-    sizes = {store: bytes_of(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
+    sizes = {store: weight_bytes(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
     assert sizes["resident"] == 11 * 8192 and sizes["offload"] == 3 * 8192 and sizes["int8"] == 6 * 8192
 
 
 def test_what_a_file_rounded_counts_as_the_file_has_it():
     specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64), packed=4096) for i in range(10)}
-    sizes = {store: bytes_of(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
+    sizes = {store: weight_bytes(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
     assert sizes == {"resident": 40960, "fp8": 40960, "int8": 40960, "nf4": 21145, "offload": 8192}
 
 

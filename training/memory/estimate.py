@@ -29,10 +29,10 @@ from .weight_store import UNPLACED
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StepEstimate:
     """One step of one micro-batch, beyond the weights of base and adapters."""
 
-    kept: int
+    saved: int
     """Bytes between the forward and the backward pass."""
     peak: int
     """Bytes at the worst moment, gradients included."""
@@ -49,16 +49,16 @@ class Forecast:
         """Bytes of host memory that "block-offload" takes for them, in whichever mode this is."""
         return sum(pinned_size(size) for sizes in self.inputs for size in sizes)
 
-    def inputs_moved(self) -> Forecast:
-        """Return this forecast of "block" as one of "block-offload", one block's inputs at a time."""
+    def as_block_offload(self) -> StepEstimate:
+        """Return this estimate of "block" as one of "block-offload", one block's inputs at a time."""
         moved = [sum(sizes) for sizes in self.inputs]
         peak = self.peak - sum(moved) + max(moved, default=0)
-        return replace(self, kept=self.kept - sum(moved), peak=peak)
+        return replace(self, saved=self.saved - sum(moved), peak=peak)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def forecast(
+def estimate_step(
     denoiser: Denoiser,
     adapted: Mapping[str, LayerSpec],
     config: AdapterConfig,
@@ -67,7 +67,7 @@ def forecast(
     dtype: torch.dtype,
     *,
     copies: bool = False,
-) -> Forecast:
+) -> StepEstimate:
     """Return what a step over `batch` takes with adapters on the `adapted` layers, checkpointed by `mode`,
     and `copies` kept where it changes in place what its backward pass needs.
 
@@ -98,10 +98,10 @@ def forecast(
         live = stack.enter_context(LiveTensors())
         stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
-        kept = live.now
+        saved = live.now
         loss.backward()  # type: ignore[no-untyped-call]
-    found = Forecast(kept, live.peak, live.flops, inputs, loose)
-    return found.inputs_moved() if mode == "block-offload" else found
+    estimate = StepEstimate(saved, live.peak, live.flops, inputs, loose)
+    return estimate.as_block_offload() if mode == "block-offload" else estimate
 
 
 def loose_bytes(base: HeldBase) -> int:

@@ -27,7 +27,7 @@ from .compiling import Compiled, is_compile_error
 from .device_memory import forget_peak, limited_to
 from .in_place import CHANGED, is_changed_in_place
 from .offload import PinnedMemory
-from .plan import Plan
+from .plan import MemoryPlan
 
 NONDETERMINISTIC = "does not have a deterministic implementation"
 """What PyTorch says of a kernel that adds in any order, where it was told to refuse those."""
@@ -68,7 +68,7 @@ class Placement:
         self,
         denoiser: Denoiser,
         adapters: Mapping[str, Adapter],
-        plans: Sequence[Plan],
+        plans: Sequence[MemoryPlan],
         dtype: torch.dtype,
         most: int | None = None,
         *,
@@ -95,7 +95,7 @@ class Placement:
         self._compiled = Compiled()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         return self.plans[0]
 
     def __enter__(self) -> Placement:

@@ -1,7 +1,7 @@
 """The memory plan: where the base is kept and what of a step is recomputed, chosen by what fits.
 
 The peak of a plan is the base's weights where it keeps them, the adapters with their optimizer memory, and
-what a step takes: a forecast of its passes (`forecast.py`), or the optimizer's part where that is more. What
+what a step takes: an estimate of its passes (`estimate.py`), or the optimizer's part where that is more. What
 the settings leave open is decided by it, fastest plan first; rounding the base changes the result and so is
 never decided here.
 """
@@ -22,10 +22,10 @@ from ..network.frozen_layer import LayerSpec
 from ..optimizer.build import row_of
 from ..user_error import UserError
 from .activation_checkpointing import MODES
-from .estimate import Forecast, forecast
+from .estimate import StepEstimate, estimate_step
 from .in_place import is_changed_in_place
 from .precision import compute_dtype
-from .weight_store import STORES, block_bytes, bytes_of, is_rounded
+from .weight_store import STORES, block_bytes, is_quantized, weight_bytes
 
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ UNFILLED = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """One way to spend memory."""
 
     base: str
@@ -56,15 +56,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Estimate:
     """What a plan takes, in bytes of the device."""
 
-    plan: Plan
+    plan: MemoryPlan
     weights: int
     """Of the base."""
     adapters: int
     """Weights of what is trained, their average and optimizer memory."""
-    step: Forecast
+    step: StepEstimate
     optimizing: int = 0
     """Gradients and temporary tensors while the optimizer moves the weights, after both passes."""
     host: int = 0
@@ -74,7 +74,7 @@ class Prediction:
     passes: int = 0
     """Through the blocks in a step, forward and backward."""
     correction: float = 1.0
-    """What a measured step took, divided by its forecast."""
+    """What a measured step took, divided by its estimate."""
 
     @property
     def peak(self) -> int:
@@ -108,7 +108,7 @@ class Prediction:
         return frozenset()
 
 
-def candidates(config: MemoryConfig) -> Sequence[Plan]:
+def candidates(config: MemoryConfig) -> Sequence[MemoryPlan]:
     """Return the plans that the settings allow, fastest first: all give the same result.
 
     Raises UserError for unknown settings.
@@ -118,12 +118,12 @@ def candidates(config: MemoryConfig) -> Sequence[Plan]:
             raise UserError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
     bases = ("resident", "offload") if config.base == "auto" else (config.base,)
     modes = tuple(MODES) if config.checkpointing == "auto" else (config.checkpointing,)
-    return [Plan(base, mode) for base in bases for mode in modes]
+    return [MemoryPlan(base, mode) for base in bases for mode in modes]
 
 
-def every_plan() -> Sequence[Plan]:
+def every_plan() -> Sequence[MemoryPlan]:
     """Return all plans, those that round the base included."""
-    return [Plan(base, mode) for base in STORES for mode in MODES]
+    return [MemoryPlan(base, mode) for base in STORES for mode in MODES]
 
 
 def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
@@ -138,18 +138,18 @@ def is_limit_hard(config: MemoryConfig) -> bool:
     return bool(config.budget_gb) and len(candidates(config)) == 1
 
 
-def fitting(
+def plans_that_fit(
     denoiser: Denoiser,
     adapted: Mapping[str, LayerSpec],
     config: TrainConfig,
     batch: Batch | None,
     budget: int | None,
-    predict: Callable[[Plan], Prediction] | None = None,
-) -> Sequence[Plan]:
+    estimate: Callable[[MemoryPlan], Estimate] | None = None,
+) -> Sequence[MemoryPlan]:
     """Return the candidates from the fastest one that fits into `budget` on, to be tried in this order.
 
-    `batch` is as large as they come; None, or a network that cannot be forecast, leaves all of them, and so
-    does no budget. `predict` is a `predictor` of the same, if the caller has one: nothing is forecast twice.
+    `batch` is as large as they come; None, or a network that cannot be estimated, leaves all of them, and so
+    does no budget. `estimate` is what `make_estimator` returned, if the caller has it.
     An offloaded base has as many blocks on the device as there is room for, at first: when memory runs out
     all the same, the plan is tried again without.
     """
@@ -162,56 +162,56 @@ def fitting(
         or fits_surely(denoiser, adapted, config, batch, budget)
     ):
         return plans
-    predict = predict or predictor(denoiser, adapted, config, batch)
+    estimate = estimate or make_estimator(denoiser, adapted, config, batch)
     try:
         for index, plan in enumerate(plans):
-            found = predict(plan)
-            if found.peak <= budget * (1 - RESERVE):
-                log.info("%s takes %s of %s.", plan, gib(found.peak), gib(budget))
-                left = with_host_room(plans[index:], found.step)
-                return [*filled(left[0], found, budget), *left]
+            each = estimate(plan)
+            if each.peak <= budget * (1 - RESERVE):
+                log.info("%s takes %s of %s.", plan, gib(each.peak), gib(budget))
+                left = reserve_host(plans[index:], each.step)
+                return [*fill_device(left[0], each, budget), *left]
     except (RuntimeError, NotImplementedError) as error:
-        log.warning("the memory of %s cannot be foreseen (%s).", denoiser.family.name, error)
+        log.warning("the memory of %s cannot be estimated (%s).", denoiser.family.name, error)
         return plans
     log.warning(
         "no plan fits into %s%s; trying the one that takes least, %s (%s). Set base to 'auto', 'fp8' "
         "or 'nf4' in Memory Settings to take less.",
-        *(gib(budget), " (budget gb)" if config.memory.budget_gb else "", plans[-1], gib(found.peak)),
+        *(gib(budget), " (budget gb)" if config.memory.budget_gb else "", plans[-1], gib(each.peak)),
     )
-    return with_host_room(plans[-1:], found.step)
+    return reserve_host(plans[-1:], each.step)
 
 
-def with_host_room(plans: Sequence[Plan], step: Forecast) -> Sequence[Plan]:
-    """Return the plans with what block inputs take of host memory, as a forecast of any mode says it."""
+def reserve_host(plans: Sequence[MemoryPlan], step: StepEstimate) -> Sequence[MemoryPlan]:
+    """Return the plans with what block inputs take of host memory, as an estimate of any mode says it."""
     moves = "block-offload"
     return [replace(p, room=Room(step.host)) if p.checkpointing == moves else p for p in plans]
 
 
-def filled(plan: Plan, found: Prediction, budget: int) -> Sequence[Plan]:
+def fill_device(plan: MemoryPlan, estimate: Estimate, budget: int) -> Sequence[MemoryPlan]:
     """Return the plan with the blocks on the device that there is room for; none where there is no room."""
-    there = found.on_device(budget)
+    there = estimate.on_device(budget)
     if not there:
         return []
-    log.info("%d of %d blocks stay on the device.", len(there), len(found.blocks))
+    log.info("%d of %d blocks stay on the device.", len(there), len(estimate.blocks))
     return [replace(plan, room=replace(plan.room, on_device=there))]
 
 
-def predictor(
+def make_estimator(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch
-) -> Callable[[Plan], Prediction]:
-    """Return the function that predicts a plan; each checkpointing mode is forecast once, "block-offload"
+) -> Callable[[MemoryPlan], Estimate]:
+    """Return the function that estimates a plan; each checkpointing mode is estimated once, "block-offload"
     with "block".
 
-    It raises RuntimeError for networks that `forecast` cannot follow.
+    It raises RuntimeError for networks that `estimate_step` cannot follow.
     """
     dtype = compute_dtype(config.memory, denoiser)
     blocks = denoiser.family.blocks
     sizes = block_bytes(denoiser.specs, blocks, dtype)
-    kept, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
+    adapters, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
 
     @cache
-    def step(mode: str) -> Forecast:
-        compute = partial(forecast, denoiser, adapted, config.adapter, batch, mode, dtype)
+    def step(mode: str) -> StepEstimate:
+        compute = partial(estimate_step, denoiser, adapted, config.adapter, batch, mode, dtype)
         try:
             return compute()
         except RuntimeError as error:
@@ -219,30 +219,30 @@ def predictor(
                 raise
         return compute(copies=True)
 
-    def predict(plan: Plan) -> Prediction:
-        weights = bytes_of(denoiser.specs, blocks, plan.base, dtype) + whole_again(
+    def estimate(plan: MemoryPlan) -> Estimate:
+        weights = weight_bytes(denoiser.specs, blocks, plan.base, dtype) + dequantizing_bytes(
             denoiser.specs, plan, dtype
         )
         moves = plan.checkpointing == "block-offload"
-        foreseen = step("block").inputs_moved() if moves else step(plan.checkpointing)
+        passes = step("block").as_block_offload() if moves else step(plan.checkpointing)
         offloaded = sizes if plan.base == "offload" else {}
-        return Prediction(
+        return Estimate(
             plan,
-            weights=weights + foreseen.loose,
-            adapters=kept,
-            step=foreseen,
+            weights=weights + passes.loose,
+            adapters=adapters,
+            step=passes,
             optimizing=optimizing,
-            host=sum(offloaded.values()) + (foreseen.host if moves else 0),
+            host=sum(offloaded.values()) + (passes.host if moves else 0),
             blocks=offloaded,
             passes=2 if plan.checkpointing in ("none", "selective") else 3,
         )
 
-    return predict
+    return estimate
 
 
-def whole_again(specs: Mapping[str, LayerSpec], plan: Plan, dtype: torch.dtype) -> int:
+def dequantizing_bytes(specs: Mapping[str, LayerSpec], plan: MemoryPlan, dtype: torch.dtype) -> int:
     """Return the bytes of the largest rounded layer while it is made whole: its numbers, and those scaled."""
-    rounded = [s.numel for s in specs.values() if s.packed is not None or is_rounded(s, plan.base)]
+    rounded = [s.numel for s in specs.values() if s.packed is not None or is_quantized(s, plan.base)]
     return 2 * max(rounded, default=0) * dtype.itemsize
 
 
@@ -251,17 +251,17 @@ def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
     the step's."""
     weight = 4 if config.optimizer.weights == "fp32" else 2
     average = 4 if config.ema.decay else 0
-    return int(trained(adapted, config) * (weight + average + row_of(config.optimizer).state_bytes))
+    return int(count_trained(adapted, config) * (weight + average + row_of(config.optimizer).state_bytes))
 
 
 def optimizing_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
     """Return the bytes that the optimizer's step takes on top: float32 gradients, and weights in place of
     bf16 ones."""
     copies = 0 if config.optimizer.weights == "fp32" else 2
-    return int(trained(adapted, config) * (4 + copies + row_of(config.optimizer).step_bytes))
+    return int(count_trained(adapted, config) * (4 + copies + row_of(config.optimizer).step_bytes))
 
 
-def trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
+def count_trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
     """Return how many numbers the adapters have."""
     with torch.device("meta"):
         adapters = build_adapters(adapted, config.adapter)
@@ -271,7 +271,7 @@ def trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
 def fits_surely(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch, budget: int
 ) -> bool:
-    """Return whether the budget exceeds by far whatever a step could keep, so that nothing need be foreseen.
+    """Return whether the budget exceeds by far whatever a step could keep, so that nothing need be estimated.
 
     Counts every layer's input and output six times at the latents' full resolution, in float32.
     """
@@ -279,34 +279,10 @@ def fits_surely(
     text = max((c.shape[1] for each in batch.conditioning for c in each.values() if c.ndim == 3), default=0)
     positions = batch.latents.shape[0] * (batch.latents[0, 0].numel() + text)
     widths = sum(sum(spec.shape[:2]) for spec in denoiser.specs.values())
-    weights = bytes_of(denoiser.specs, denoiser.family.blocks, "resident", dtype)
+    weights = weight_bytes(denoiser.specs, denoiser.family.blocks, "resident", dtype)
     return weights + 2 * adapter_bytes(adapted, config) + 24 * positions * widths <= budget
 
 
 def gib(size: int) -> str:
     """Return a number of bytes as people read it."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
-
-
-def table(
-    predictions: Sequence[Prediction], budget: int | None, flops: float | None, bandwidth: float
-) -> str:
-    """Return the plans as text, one a line: what each takes of the device and of host memory, how long a
-    step lasts, whether it fits the device.
-
-    Without the device's `flops` a second, times are multiples of the fastest plan's. Of an offloaded base
-    sizes are the least that it takes, and times those with the device filled.
-    """
-    rows: list[tuple[str, ...]] = [
-        ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
-    ]
-    fastest = min(p.step.flops for p in predictions) or 1
-    for p in predictions:
-        relative = f"x {p.step.flops / fastest:.2f}"
-        time = relative if flops is None else f"{p.seconds(flops, bandwidth, budget):.3g} s"
-        fits = "" if budget is None else "fits" if p.peak <= budget * (1 - RESERVE) else "too large"
-        sizes = (gib(size) if size else "-" for size in (p.weights, p.adapters, p.step_peak, p.peak, p.host))
-        rows.append((p.plan.base, p.plan.checkpointing, *sizes, time, fits))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

@@ -16,7 +16,7 @@ from ..objective.loss import loss_at
 from ..user_error import UserError
 from .device_memory import peak_of, wait
 from .placement import Placement, refuse_undifferentiable
-from .plan import Plan, budget_of, fitting, gib, predictor, table
+from .plan import RESERVE, Estimate, MemoryPlan, budget_of, gib, make_estimator, plans_that_fit
 from .precision import compute_dtype
 
 BANDWIDTH = 20e9
@@ -27,44 +27,68 @@ BANDWIDTH = 20e9
 class Probe:
     """One step of one micro-batch, measured."""
 
-    plan: Plan
+    plan: MemoryPlan
     """By which it was computed: the fastest that fits."""
     peak: int
     """Bytes of the device at the worst moment, beyond the weights of base and adapters."""
     seconds: float
 
 
-def outlook(
+def tabulate_plans(
     denoiser: Denoiser,
     adapted: Mapping[str, LayerSpec],
     config: TrainConfig,
     batch: Batch,
-    plans: Sequence[Plan],
+    plans: Sequence[MemoryPlan],
 ) -> str:
     """Return the table of `plans` on this device, as free and as fast as it is now.
 
-    Raises UserError for a network that cannot be trained or whose memory cannot be foreseen.
+    Raises UserError for a network that cannot be trained or whose memory cannot be estimated.
     """
     budget = budget_of(denoiser, config.memory)
-    predict = predictor(denoiser, adapted, config, batch)
+    estimate = make_estimator(denoiser, adapted, config, batch)
     try:
-        found = [predict(plan) for plan in plans]
+        estimates = [estimate(plan) for plan in plans]
     except (RuntimeError, NotImplementedError) as error:
         refuse_undifferentiable(error, denoiser.family.name)
         raise UserError(
-            f"the memory of {denoiser.family.name} cannot be foreseen ({error}); Train Steps starts with the "
-            "fastest plan and goes on with the next one when memory runs out."
+            f"the memory of {denoiser.family.name} cannot be estimated ({error}); Train Steps starts with "
+            "the fastest plan and goes on with the next one when memory runs out."
         ) from error
-    fits = fitting(denoiser, adapted, config, batch, budget, predict)
+    fits = plans_that_fit(denoiser, adapted, config, batch, budget, estimate)
     measured = probe(denoiser, adapted, config, batch, fits)
-    foreseen = predict(measured.plan).step
-    found = [replace(p, correction=measured.peak / foreseen.peak) for p in found]
+    expected = estimate(measured.plan).step
+    estimates = [replace(e, correction=measured.peak / expected.peak) for e in estimates]
     lines = [
-        table(found, budget, foreseen.flops / measured.seconds, BANDWIDTH),
+        format_plans(estimates, budget, expected.flops / measured.seconds, BANDWIDTH),
         f"measured with {measured.plan}: a step takes {gib(measured.peak)} and {measured.seconds:.3g} s",
         *([] if budget is None else [f"{gib(budget)} of memory to use"]),
     ]
     return "\n".join(lines)
+
+
+def format_plans(
+    estimates: Sequence[Estimate], budget: int | None, flops: float | None, bandwidth: float
+) -> str:
+    """Return the plans as text, one a line: what each takes of the device and of host memory, how long a
+    step lasts, whether it fits the device.
+
+    Without the device's `flops` a second, times are multiples of the fastest plan's. Of an offloaded base
+    sizes are the least that it takes, and times those with the device filled.
+    """
+    rows: list[tuple[str, ...]] = [
+        ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
+    ]
+    fastest = min(e.step.flops for e in estimates) or 1
+    for e in estimates:
+        relative = f"x {e.step.flops / fastest:.2f}"
+        time = relative if flops is None else f"{e.seconds(flops, bandwidth, budget):.3g} s"
+        fits = "" if budget is None else "fits" if e.peak <= budget * (1 - RESERVE) else "too large"
+        sizes = (gib(size) if size else "-" for size in (e.weights, e.adapters, e.step_peak, e.peak, e.host))
+        rows.append((e.plan.base, e.plan.checkpointing, *sizes, time, fits))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 @torch.inference_mode(False)
@@ -74,7 +98,7 @@ def probe(
     adapted: Mapping[str, LayerSpec],
     config: TrainConfig,
     batch: Batch,
-    plans: Sequence[Plan],
+    plans: Sequence[MemoryPlan],
 ) -> Probe:
     """Compute the forward and backward pass of `batch` twice, to see what they take and how long they last.
 

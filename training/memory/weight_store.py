@@ -21,7 +21,7 @@ STORES = ("resident", "fp8", "int8", "nf4", "offload")
 """On the device in the compute dtype; there in fewer bits; in host memory."""
 
 UNPLACED = "unplaced"
-"""Left where the file's loader put them and placed at each use: for a forecast, which computes nothing, and
+"""Left where the file's loader put them and placed at each use: for an estimate, which computes nothing, and
 where every weight is read once."""
 
 
@@ -63,7 +63,7 @@ class Store:
         if self.name == UNPLACED:
             return lambda dtype, device: self._placed(weight).weight(dtype).to(device)
         block = block_of(path, self.blocks)
-        if block is not None and is_rounded(spec, self.name):
+        if block is not None and is_quantized(spec, self.name):
             whole = moved(weight, self.device).weight(torch.float32)
             return _fetch(pack(whole, self.name, self.dtype))
         if self.name == "offload" and block is not None and block not in self.room.on_device:
@@ -120,13 +120,15 @@ def _is_plain(weight: Packed) -> bool:
     return len(weight.parts) == 1 and weight.parts[0].dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def is_rounded(spec: LayerSpec, store: str) -> bool:
+def is_quantized(spec: LayerSpec, store: str) -> bool:
     """Return whether `store` rounds a block's layer; its file may have done so already."""
     is_large = spec.kind == "linear" and spec.numel >= SMALLEST
     return store in FORMATS and is_large and (spec.packed is None or store == "nf4")
 
 
-def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str, dtype: torch.dtype) -> int:
+def weight_bytes(
+    specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str, dtype: torch.dtype
+) -> int:
     """Return how many bytes of the device the weights of these layers take, in one of STORES.
 
     What a file has rounded stays as it is there, but for "nf4", which rounds it further.
@@ -134,8 +136,8 @@ def bytes_of(specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str
     bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13}
     total = 0.0
     for path, spec in specs.items():
-        is_rounded_here = is_rounded(spec, store) and block_of(path, blocks) is not None
-        total += spec.numel * bits[store] / 8 if is_rounded_here else own_bytes(spec, dtype)
+        is_quantized_here = is_quantized(spec, store) and block_of(path, blocks) is not None
+        total += spec.numel * bits[store] / 8 if is_quantized_here else layer_bytes(spec, dtype)
     if store == "offload":
         sizes = block_bytes(specs, blocks, dtype).values()
         total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the one on its way
@@ -150,10 +152,10 @@ def block_bytes(
     for path, spec in specs.items():
         block = block_of(path, blocks)
         if block is not None:
-            sizes[block] = sizes.get(block, 0) + own_bytes(spec, dtype)
+            sizes[block] = sizes.get(block, 0) + layer_bytes(spec, dtype)
     return sizes
 
 
-def own_bytes(spec: LayerSpec, dtype: torch.dtype) -> int:
+def layer_bytes(spec: LayerSpec, dtype: torch.dtype) -> int:
     """Return the bytes of a layer's weight: as the file packed it, else in the compute dtype."""
     return spec.numel * dtype.itemsize if spec.packed is None else spec.packed
