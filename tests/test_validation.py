@@ -11,7 +11,7 @@ import torch
 from graft.training import loop, rng
 from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
-from graft.training.model import NO_ROOM
+from graft.training.model import OFFLOAD_ALL
 from graft.training.objective import loss as objective
 from graft.training.run.execute import Run, execute, handed_on, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
@@ -62,7 +62,7 @@ def test_where_the_base_does_not_fit_it_is_measured_offloaded(monkeypatch):
     denoiser, held = TinyDenoiser(), []
     hold = denoiser.hold
 
-    def small(dtype, store="resident", room=NO_ROOM):
+    def small(dtype, store="resident", offload=OFFLOAD_ALL):
         held.append(store)
         if store == "resident":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")

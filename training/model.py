@@ -95,18 +95,18 @@ class HeldBase:
 
 
 @dataclass(frozen=True)
-class Room:
+class OffloadOptions:
     """What an offloaded base leaves of host memory, and takes of the device."""
 
-    host: int = 0
+    host_reserve: int = 0
     """Bytes of host memory to leave, on top of what the system needs."""
-    on_device: frozenset[str] = frozenset()
+    blocks_on_device: frozenset[str] = frozenset()
     """Paths of the repeated blocks that stay on the device all the same."""
     pinned: PinnedMemory | None = field(default=None, compare=False)
     """Where the base waits, if its copies there outlive this hold."""
 
 
-NO_ROOM = Room()
+OFFLOAD_ALL = OffloadOptions()
 """The system's own reserve is left, and every block is moved."""
 
 
@@ -149,11 +149,11 @@ class Denoiser(Protocol):
         ...
 
     def hold(
-        self, dtype: torch.dtype, store: str = "resident", room: Room = NO_ROOM
+        self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
     ) -> AbstractContextManager[HeldBase]:
         """Own the weights during the context: computing in `dtype`, restored exactly on every exit.
 
-        `store` is one of `memory.store.STORES`; `room` is for "offload".
+        `store` is one of `memory.store.STORES`; `offload` is for "offload".
         """
         ...
 

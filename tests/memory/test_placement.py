@@ -18,7 +18,7 @@ from graft.training.memory.device_memory import limited_to
 from graft.training.memory.placement import is_out_of_memory
 from graft.training.memory.plan import candidates
 from graft.training.memory.weight_store import STORES, UNPLACED
-from graft.training.model import NO_ROOM
+from graft.training.model import OFFLOAD_ALL
 from graft.training.run.execute import run_key
 
 
@@ -42,7 +42,7 @@ class Small(TinyDenoiser):
         super().__init__()
         self.fails, self.calls, self.stores = fails, 0, []
 
-    def hold(self, dtype, store="resident", room=NO_ROOM):
+    def hold(self, dtype, store="resident", offload=OFFLOAD_ALL):
         if store == UNPLACED:
             return super().hold(dtype, store)
         if self.fails(store, None):

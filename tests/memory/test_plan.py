@@ -35,7 +35,7 @@ from graft.training.memory.plan import (
 from graft.training.memory.plan_table import format_plans
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import STORES, is_quantized, weight_bytes
-from graft.training.model import NO_ROOM, Room
+from graft.training.model import OFFLOAD_ALL, OffloadOptions
 
 
 class Sized(TinyDataset):
@@ -84,15 +84,15 @@ def offloading(blocks):
     return with_memory(base="offload", budget_gb=budget / GIB)
 
 
-def test_blocks_of_an_offloaded_base_stay_where_there_is_room_for_them():
+def test_blocks_of_an_offloaded_base_stay_where_they_fit():
     step = StepEstimate(saved=0, peak=0, flops=0)
     estimate = Estimate(
         MemoryPlan("offload", "block"), 100, 0, step, blocks={str(i): 10 for i in range(10)}, passes=3
     )
-    there = sorted(map(int, estimate.on_device(int(145 / (1 - UNFILLED)))))
+    there = sorted(map(int, estimate.blocks_on_device(int(145 / (1 - UNFILLED)))))
     assert len(there) == 4 and max(b - a for a, b in pairwise(there)) <= 3
-    assert estimate.on_device(None) == estimate.on_device(100) == frozenset()
-    assert estimate.on_device(10_000) == estimate.blocks.keys()
+    assert estimate.blocks_on_device(None) == estimate.blocks_on_device(100) == frozenset()
+    assert estimate.blocks_on_device(10_000) == estimate.blocks.keys()
     assert estimate.seconds(1, 1, int(145 / (1 - UNFILLED))) == 3 * 60 and estimate.seconds(1, 1) == 3 * 100
 
 
@@ -101,7 +101,9 @@ def test_a_run_keeps_as_many_blocks_on_the_device_as_fit(count, caplog):
     caplog.set_level("INFO")
     config = offloading(count)
     first, *rest = chosen(TinyDenoiser(), budget_of(TinyDenoiser(), config.memory), config)
-    assert len(first.room.on_device) == count and not any(plan.room.on_device for plan in rest)
+    assert len(first.offload.blocks_on_device) == count and not any(
+        plan.offload.blocks_on_device for plan in rest
+    )
     assert (first in rest) == (count > 0), "without them it is tried again"
     state = train(TinyDenoiser(), Sized(), config, None, steps=2)
     expected = train(TinyDenoiser(), Sized(), CONFIG, None, steps=2)
@@ -111,10 +113,10 @@ def test_a_run_keeps_as_many_blocks_on_the_device_as_fit(count, caplog):
 
 def test_where_blocks_on_the_device_do_not_fit_all_the_same_the_run_goes_on_without(caplog):
     class Full(TinyDenoiser):
-        def hold(self, dtype, store="resident", room=NO_ROOM):
-            if room.on_device:
+        def hold(self, dtype, store="resident", offload=OFFLOAD_ALL):
+            if offload.blocks_on_device:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().hold(dtype, store, room)
+            return super().hold(dtype, store, offload)
 
     state = train(Full(), Sized(), offloading(1), None, steps=2)
     expected = train(TinyDenoiser(), Sized(), CONFIG, None, steps=2)
@@ -136,17 +138,17 @@ def test_a_plan_that_the_user_fixed_is_kept():
 
 def test_host_memory_is_left_for_block_inputs(monkeypatch):
     monkeypatch.setattr("graft.training.memory.offload.SMALLEST_INPUT", 1)
-    denoiser, rooms = TinyDenoiser(), []
+    denoiser, holds = TinyDenoiser(), []
     hold = denoiser.hold
-    denoiser.hold = lambda dtype, store, room=NO_ROOM: rooms.append((store, room)) or hold(dtype, store, room)
+    denoiser.hold = lambda dtype, *how: holds.append(how) or hold(dtype, *how)
     fixed = with_memory(base="offload", checkpointing="block-offload")
     inputs = make_estimator(denoiser, denoiser.specs, CONFIG, BATCH)(MemoryPlan("resident", "none")).step.host
     for config in (CONFIG, fixed):
         (plan,) = chosen(denoiser, 1000, config)
-        assert plan.room.host == inputs > 0
-        rooms.clear()
+        assert plan.offload.host_reserve == inputs > 0
+        holds.clear()
         with Placement(denoiser, {}, [plan], torch.float32):
-            assert rooms == [("offload", Room(inputs))]
+            assert holds == [("offload", OffloadOptions(inputs))]
 
 
 def test_what_waits_in_host_memory_is_told(monkeypatch):
@@ -301,7 +303,7 @@ class Card(TinyDenoiser):
         self.left, self.stores = left, []
 
     @contextmanager
-    def hold(self, dtype, store, room=NO_ROOM):
+    def hold(self, dtype, store, offload=OFFLOAD_ALL):
         self.stores.append(store)
         self.live.limit = self.left if store == "resident" else None
         try:

@@ -21,7 +21,7 @@ from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, 
 from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import STORES, Store, weight_bytes
-from graft.training.model import Room
+from graft.training.model import OffloadOptions
 from graft.training.network.frozen_layer import LayerSpec
 
 CPU = torch.device("cpu")
@@ -265,8 +265,8 @@ def test_blocks_that_stay_on_the_device_are_not_copied(monkeypatch):
     monkeypatch.setattr("graft.training.memory.weight_store.has_streams", lambda device: True)
     monkeypatch.setattr("graft.training.memory.weight_store.StreamCopier", lambda device: Logging())
     monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
-    room = Room(on_device=frozenset({"blocks.1"}))
-    kept = Store("offload", ("blocks.*",), torch.float32, CPU, room=room)
+    options = OffloadOptions(blocks_on_device=frozenset({"blocks.1"}))
+    kept = Store("offload", ("blocks.*",), torch.float32, CPU, offload=options)
     spec = LayerSpec("linear", tuple(weight().shape))
     fetch = {path: kept.fetch_of(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
     assert [path for path, _ in kept.ring.host] == ["blocks.0.mlp"] and kept.pinned.taken == weight().nbytes
@@ -368,16 +368,16 @@ def test_pinned_memory_is_shared_in_pieces_and_given_back(monkeypatch):
     memory.take(weight())
     assert pieces == [4096, 128 * 256 * 4]
     memory.take(weight(3, 4096))
-    assert pieces[2] == 4 * 4096 * 4 and len(memory.rooms[-1]) == 4096 * 4
+    assert pieces[2] == 4 * 4096 * 4 and len(memory.pieces[-1]) == 4096 * 4
     memory.release()
-    assert not memory.rooms
+    assert not memory.pieces
 
 
-@pytest.mark.parametrize(("room", "pinned"), [(0, True), (1 << 30, False)])
-def test_host_memory_is_left_for_others(monkeypatch, room, pinned):
+@pytest.mark.parametrize(("reserve", "pinned"), [(0, True), (1 << 30, False)])
+def test_host_memory_is_left_for_others(monkeypatch, reserve, pinned):
     monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
     monkeypatch.setattr(offload, "free_bytes", lambda device: offload.HOST_RESERVE + offload.PIECE)
-    memory = Store("offload", (), torch.float32, CPU, room=Room(room)).pinned
+    memory = Store("offload", (), torch.float32, CPU, offload=OffloadOptions(reserve)).pinned
     assert (memory.take(weight()).storage_offset() == 0) and (memory.taken > 0) == pinned
 
 

@@ -16,7 +16,7 @@ from graft.training.family import Family
 from graft.training.memory import device_memory as usage
 from graft.training.memory.quantize import plain
 from graft.training.memory.weight_store import Store
-from graft.training.model import NO_ROOM, Batch, HeldBase, Room
+from graft.training.model import OFFLOAD_ALL, Batch, HeldBase, OffloadOptions
 from graft.training.network.frozen_layer import FrozenLayer, LayerSpec
 
 FAMILY = Family(
@@ -114,9 +114,11 @@ class TinyDenoiser:
         return {name: _spec(m) for name, m in self.module.named_modules() if _spec(m) is not None}
 
     @contextmanager
-    def hold(self, dtype: torch.dtype, store: str = "resident", room: Room = NO_ROOM) -> Iterator[HeldBase]:
+    def hold(
+        self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
+    ) -> Iterator[HeldBase]:
         modules = dict(self.module.named_modules())
-        kept = Store(store, FAMILY.blocks, dtype, self.device, room=room)
+        kept = Store(store, FAMILY.blocks, dtype, self.device, offload=offload)
         fetch = {name: self._fetch(name, spec, modules[name], kept) for name, spec in self.specs.items()}
         layers = {n: FrozenLayer(n, spec, modules[n], *fetch[n]) for n, spec in self.specs.items()}
         norms = {m: m._parameters for m in modules.values() if isinstance(m, nn.LayerNorm)}

@@ -110,14 +110,14 @@ class Ring:
         return self.copier.finish(ticket)
 
     def _look_ahead(self) -> None:
-        pair, room = self.before, self.ahead
+        pair, left = self.before, self.ahead
         for _ in range(len(self.host)):
             following = self.follows.get(pair)
             if following is None:
                 return
             key = following[0]
-            room -= self.host[key].nbytes
-            if room < 0:
+            left -= self.host[key].nbytes
+            if left < 0:
                 return
             if key not in self.on_the_way:
                 self.on_the_way[key] = self.copier.begin(self.host[key])
@@ -138,13 +138,13 @@ class PinnedMemory:
     """Host memory that a device can read while it computes.
 
     PyTorch rounds every request up to a power of two, so tensors share pieces of that size. Where the host
-    has no more than `kept_free` of it, they stay where they are, and the program waits for every copy.
+    has no more than `host_reserve` of it, they stay where they are, and the program waits for every copy.
     """
 
-    def __init__(self, kept_free: int = 0) -> None:
-        self.kept_free = HOST_RESERVE + kept_free
+    def __init__(self, host_reserve: int = 0) -> None:
+        self.host_reserve = HOST_RESERVE + host_reserve
         """Bytes."""
-        self.rooms: list[Tensor] = []
+        self.pieces: list[Tensor] = []
         """What is left of each piece, as bytes."""
         self.weights: dict[str, Packed] = {}
         """Layer -> its pinned weight, for the next time the same base is held."""
@@ -153,24 +153,24 @@ class PinnedMemory:
         self.is_full = False
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy of a host tensor, or the tensor itself where there is no room."""
+        """Return a pinned copy of a host tensor, or the tensor itself where none is left."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        index = next((i for i, room in enumerate(self.rooms) if len(room) >= size), len(self.rooms))
-        if index == len(self.rooms) and not self._grow(max(pinned_size(size), PIECE)):
+        index = next((i for i, piece in enumerate(self.pieces) if len(piece) >= size), len(self.pieces))
+        if index == len(self.pieces) and not self._grow(max(pinned_size(size), PIECE)):
             return tensor
-        room = self.rooms[index]
-        self.rooms[index] = room[size:]
+        piece = self.pieces[index]
+        self.pieces[index] = piece[size:]
         self.taken += size
-        return room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _grow(self, size: int) -> bool:
         if self.is_full:
             return False
         free = free_bytes(torch.device("cpu"))
         try:
-            if free is not None and free < size + self.kept_free:
+            if free is not None and free < size + self.host_reserve:
                 raise MemoryError(f"{free / 2**30:.1f} GiB are free")
-            self.rooms.append(pinned_bytes(size))
+            self.pieces.append(pinned_bytes(size))
         except (RuntimeError, MemoryError) as error:  # systems set limits of their own
             self.is_full = True
             log.warning(
@@ -188,7 +188,7 @@ class PinnedMemory:
 
     def release(self) -> None:
         """Give all of it back to the system; no tensor in it may be in use."""
-        self.rooms.clear()
+        self.pieces.clear()
         self.weights.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
@@ -228,7 +228,7 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
     def pack(tensor: Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() not in moved:
             return tensor
-        return tensor.device, _host_room(tensor).copy_(tensor, non_blocking=True)
+        return tensor.device, _host_buffer(tensor).copy_(tensor, non_blocking=True)
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
@@ -243,8 +243,8 @@ def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
         moved.clear()  # what is saved keeps `pack`, and with it the inputs themselves
 
 
-def _host_room(tensor: Tensor) -> Tensor:
-    """Return room for a copy, pinned where the device copies beside its computation and the system allows."""
+def _host_buffer(tensor: Tensor) -> Tensor:
+    """Return a buffer for a copy, pinned where the device has streams and the system allows it."""
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))
     except RuntimeError:

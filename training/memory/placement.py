@@ -150,9 +150,9 @@ class Placement:
         with ExitStack() as held:
             most = self.most if len(self.plans) > 1 or self.hard_limit else None
             held.enter_context(limited_to(most, self.denoiser.device))
-            self._pinned = self._pinned or PinnedMemory(self.plan.room.host)
-            room = replace(self.plan.room, pinned=self._pinned)
-            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, room))
+            self._pinned = self._pinned or PinnedMemory(self.plan.offload.host_reserve)
+            offload = replace(self.plan.offload, pinned=self._pinned)
+            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, offload))
             held.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
             if self.compile:

@@ -17,7 +17,7 @@ import torch
 from ..adapters.build import build_adapters
 from ..config import MemoryConfig, TrainConfig
 from ..log import log
-from ..model import NO_ROOM, Batch, Denoiser, Room
+from ..model import OFFLOAD_ALL, Batch, Denoiser, OffloadOptions
 from ..network.frozen_layer import LayerSpec
 from ..optimizer.build import row_of
 from ..user_error import UserError
@@ -44,11 +44,12 @@ class MemoryPlan:
     """One of STORES."""
     checkpointing: str
     """One of checkpointing.MODES."""
-    room: Room = field(default=NO_ROOM, compare=False)
+    offload: OffloadOptions = field(default=OFFLOAD_ALL, compare=False)
 
     def __str__(self) -> str:
-        there = f" but for {len(self.room.on_device)} blocks" if self.room.on_device else ""
-        return f"base {self.base}{there}, checkpointing {self.checkpointing}"
+        count = len(self.offload.blocks_on_device)
+        but = f" but for {count} blocks" if count else ""
+        return f"base {self.base}{but}, checkpointing {self.checkpointing}"
 
     @property
     def short(self) -> str:
@@ -90,11 +91,11 @@ class Estimate:
 
     def moved(self, budget: int | None = None) -> int:
         """Return the bytes that are copied from host memory in a step."""
-        there = self.on_device(budget)
-        return self.passes * sum(size for block, size in self.blocks.items() if block not in there)
+        stay = self.blocks_on_device(budget)
+        return self.passes * sum(size for block, size in self.blocks.items() if block not in stay)
 
-    def on_device(self, budget: int | None) -> frozenset[str]:
-        """Return the blocks of an offloaded base that `budget` has room for.
+    def blocks_on_device(self, budget: int | None) -> frozenset[str]:
+        """Return the blocks of an offloaded base that fit into `budget` on the device.
 
         They are spread evenly: while one is computed with, the next of the others is copied.
         """
@@ -150,7 +151,7 @@ def plans_that_fit(
 
     `batch` is as large as they come; None, or a network that cannot be estimated, leaves all of them, and so
     does no budget. `estimate` is what `make_estimator` returned, if the caller has it.
-    An offloaded base has as many blocks on the device as there is room for, at first: when memory runs out
+    An offloaded base has as many blocks on the device as fit, at first: when memory runs out
     all the same, the plan is tried again without.
     """
     plans = candidates(config.memory)
@@ -184,16 +185,16 @@ def plans_that_fit(
 def reserve_host(plans: Sequence[MemoryPlan], step: StepEstimate) -> Sequence[MemoryPlan]:
     """Return the plans with what block inputs take of host memory, as an estimate of any mode says it."""
     moves = "block-offload"
-    return [replace(p, room=Room(step.host)) if p.checkpointing == moves else p for p in plans]
+    return [replace(p, offload=OffloadOptions(step.host)) if p.checkpointing == moves else p for p in plans]
 
 
 def fill_device(plan: MemoryPlan, estimate: Estimate, budget: int) -> Sequence[MemoryPlan]:
-    """Return the plan with the blocks on the device that there is room for; none where there is no room."""
-    there = estimate.on_device(budget)
-    if not there:
+    """Return the plan with the blocks on the device that fit; none where none fits."""
+    blocks = estimate.blocks_on_device(budget)
+    if not blocks:
         return []
-    log.info("%d of %d blocks stay on the device.", len(there), len(estimate.blocks))
-    return [replace(plan, room=replace(plan.room, on_device=there))]
+    log.info("%d of %d blocks stay on the device.", len(blocks), len(estimate.blocks))
+    return [replace(plan, offload=replace(plan.offload, blocks_on_device=blocks))]
 
 
 def make_estimator(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..family import block_of
-from ..model import NO_ROOM, Room
+from ..model import OFFLOAD_ALL, OffloadOptions
 from ..network.frozen_layer import Fetch, LayerSpec
 from ..user_error import UserError
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
@@ -36,7 +36,7 @@ class Store:
     dtype: torch.dtype
     device: torch.device
     ring: Ring | None = None
-    room: Room = NO_ROOM
+    offload: OffloadOptions = OFFLOAD_ALL
     pinned: PinnedMemory = field(init=False)
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights in host memory."""
@@ -46,7 +46,7 @@ class Store:
     def __post_init__(self) -> None:
         if self.name not in (*STORES, UNPLACED):
             raise UserError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
-        self.pinned = self.room.pinned or PinnedMemory(self.room.host)
+        self.pinned = self.offload.pinned or PinnedMemory(self.offload.host_reserve)
         if self.name == "offload" and has_streams(self.device):
             self.ring = Ring(StreamCopier(self.device), 0)
 
@@ -55,7 +55,7 @@ class Store:
         self.in_use = "", ()
         if self.ring is not None:
             self.ring.clear()
-        if self.room.pinned is None:
+        if self.offload.pinned is None:
             self.pinned.release()
 
     def fetch_of(self, path: str, spec: LayerSpec, weight: Packed) -> Fetch:
@@ -66,7 +66,7 @@ class Store:
         if block is not None and is_quantized(spec, self.name):
             whole = moved(weight, self.device).weight(torch.float32)
             return _fetch(pack(whole, self.name, self.dtype))
-        if self.name == "offload" and block is not None and block not in self.room.on_device:
+        if self.name == "offload" and block is not None and block not in self.offload.blocks_on_device:
             return self._offloaded(path, block, weight)
         return _fetch(self._placed(weight))
 

@@ -19,7 +19,7 @@ from ...config import digest
 from ...family import Family, family_of
 from ...memory.activation_checkpointing import repeated_blocks
 from ...memory.weight_store import Store
-from ...model import NO_ROOM, Batch, Conditioning, HeldBase, Room, Sampling
+from ...model import OFFLOAD_ALL, Batch, Conditioning, HeldBase, OffloadOptions, Sampling
 from ...network.frozen_layer import LayerSpec
 from ...user_error import UserError
 from ..versions import training_mode
@@ -104,7 +104,9 @@ class ComfyDenoiser:
         return (self.patcher, self.text.clip.patcher) if self.text else (self.patcher,)
 
     @contextmanager
-    def hold(self, dtype: torch.dtype, store: str = "resident", room: Room = NO_ROOM) -> Iterator[HeldBase]:
+    def hold(
+        self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
+    ) -> Iterator[HeldBase]:
         """Own the weights, with the MODEL's own patches applied; see `weights.held` and `memory.store`.
 
         Everything ComfyUI has on the device is unloaded first.
@@ -116,7 +118,7 @@ class ComfyDenoiser:
             for name, value in {**objects, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
-                kept = Store(store, self.family.blocks, dtype, self.device, room=room)
+                kept = Store(store, self.family.blocks, dtype, self.device, offload=offload)
                 stack.callback(kept.release)
                 base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
                 stack.enter_context(differentiable(self.network))
