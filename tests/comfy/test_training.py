@@ -282,5 +282,5 @@ def test_fp8_weights_with_a_scale_are_dequantized_in_both_passes():
     plain = linear.weight.detach().clone()
     linear.weight = torch.nn.Parameter((plain * 16).to(torch.float8_e4m3fn), requires_grad=False)
     linear.scale_weight = torch.nn.Parameter(torch.tensor(1 / 16), requires_grad=False)
-    found = weights._packed(linear.weight, linear.weight, linear).weight(torch.float32)
+    found = weights._stored(linear.weight, linear.weight, linear).dequantize(torch.float32)
     assert torch.allclose(found, plain, rtol=0.07, atol=1e-3)

@@ -88,26 +88,26 @@ def test_a_forecast_computes_no_patches_and_who_reads_a_weight_gets_it_patched(m
 def test_weights_that_comfyui_keeps_in_fp8_are_trained_on_as_they_are(store):
     """A mixed-precision checkpoint's weights are tensors of a class of ComfyUI's own."""
     layouts = pytest.importorskip("comfy.quant_ops")
-    plain, packed = TINY["flux"](), TINY["flux"]()
+    plain, quantized = TINY["flux"](), TINY["flux"]()
     specs = ComfyDenoiser(plain).specs
     found = [path for path, spec in specs.items() if spec.kind == "linear" and "blocks" in path]
     for path in found:
-        ours, theirs = (p.model.diffusion_model.get_submodule(path) for p in (plain, packed))
+        ours, theirs = (p.model.diffusion_model.get_submodule(path) for p in (plain, quantized))
         small = layouts.QuantizedTensor.from_float(ours.weight.detach(), "TensorCoreFP8Layout")
         ours.weight.data = small.dequantize().to(ours.weight.dtype)
         theirs.weight = torch.nn.Parameter(small, requires_grad=False)
-    held = ComfyDenoiser(packed).specs
-    assert all(held[path].packed == specs[path].shape[0] * specs[path].shape[1] + 4 for path in found)
+    in_file = ComfyDenoiser(quantized).specs
+    assert all(in_file[path].quantized_bytes == specs[path].numel + 4 for path in found)
     if store in ("resident", "offload", "fp8", "int8"):  # nf4 rounds again
-        exact, same = gradients(plain, "resident", "flux"), gradients(packed, store, "flux")
+        exact, same = gradients(plain, "resident", "flux"), gradients(quantized, store, "flux")
         assert exact[0] == same[0] and torch.equal(exact[1], same[1])
-    patched = packed.clone()
+    patched = quantized.clone()
     patched.patches = {f"diffusion_model.{found[0]}.weight": []}
-    assert ComfyDenoiser(patched).specs[found[0]].packed is None
+    assert ComfyDenoiser(patched).specs[found[0]].quantized_bytes is None
 
 
 class Loaded(torch.Tensor):
-    """A weight as ComfyUI-GGUF keeps it: packed bytes that say the shape of what they stand for."""
+    """A weight as ComfyUI-GGUF keeps it: quantized bytes that say the shape of what they stand for."""
 
     tensor_shape = None
 
@@ -124,27 +124,27 @@ def as_gguf(weight, kind):
     quants = pytest.importorskip("gguf.quants")
     from gguf import GGMLQuantizationType
 
-    packed = torch.from_numpy(quants.quantize(weight.float().numpy(), GGMLQuantizationType[kind]))
-    loaded = packed.as_subclass(Loaded)
+    quantized = torch.from_numpy(quants.quantize(weight.float().numpy(), GGMLQuantizationType[kind]))
+    loaded = quantized.as_subclass(Loaded)
     loaded.tensor_type, loaded.tensor_shape = GGMLQuantizationType[kind], weight.shape
-    whole = torch.from_numpy(quants.dequantize(packed.numpy(), GGMLQuantizationType[kind]))
+    whole = torch.from_numpy(quants.dequantize(quantized.numpy(), GGMLQuantizationType[kind]))
     return loaded, whole
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_a_base_from_a_gguf_file_is_trained_on_as_it_is(kind):
-    plain, packed = TINY["flux"](), TINY["flux"]()
+    plain, quantized = TINY["flux"](), TINY["flux"]()
     found = {}
     for path, spec in ComfyDenoiser(plain).specs.items():
         if spec.kind != "linear" or spec.shape[1] % 32:
             continue
-        module = packed.model.diffusion_model.get_submodule(path)
+        module = quantized.model.diffusion_model.get_submodule(path)
         loaded, whole = as_gguf(module.weight.detach(), kind)
         module._parameters["weight"] = loaded
         plain.model.diffusion_model.get_submodule(path).weight.data = whole
         found[path] = loaded
-    exact, same = gradients(plain, "resident", "flux"), gradients(packed, "resident", "flux")
+    exact, same = gradients(plain, "resident", "flux"), gradients(quantized, "resident", "flux")
     assert found and exact[0] == pytest.approx(same[0], rel=1e-5)
     assert (exact[1] - same[1]).norm() <= 1e-5 * exact[1].norm()
     for path, loaded in found.items():
-        assert packed.model.diffusion_model.get_submodule(path)._parameters["weight"] is loaded
+        assert quantized.model.diffusion_model.get_submodule(path)._parameters["weight"] is loaded

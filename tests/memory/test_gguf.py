@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft.training.memory import gguf
-from graft.training.memory.gguf import LAYOUTS, packed_gguf
+from graft.training.memory.gguf import LAYOUTS, gguf_weight
 from graft.training.memory.tensor_counter import LiveTensors
 
 quants = pytest.importorskip("gguf.quants")
@@ -34,19 +34,19 @@ def test_every_type_is_read_as_by_ggml(name):
 
     raw = raw_of(name)
     expected = torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[name]))
-    packed = packed_gguf(raw, name, tuple(expected.shape))
-    assert torch.allclose(packed.weight(torch.float32), expected, rtol=1e-6, atol=1e-7)
-    assert packed.nbytes == raw.nbytes
+    stored = gguf_weight(raw, name, tuple(expected.shape))
+    assert torch.allclose(stored.dequantize(torch.float32), expected, rtol=1e-6, atol=1e-7)
+    assert stored.nbytes == raw.nbytes
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
 def test_a_weight_is_unpacked_piece_by_piece(name, monkeypatch):
     raw, numbers = raw_of(name, rows=4, blocks=8), {"Q8_0": 32, "Q4_K": 256}[name]
-    packed = packed_gguf(raw, name, (4, 8 * numbers))
-    at_once = packed.weight(torch.bfloat16)
+    stored = gguf_weight(raw, name, (4, 8 * numbers))
+    at_once = stored.dequantize(torch.bfloat16)
     monkeypatch.setattr(gguf, "AT_ONCE", 5 * numbers)
     with LiveTensors() as live:
-        assert torch.equal(packed.weight(torch.bfloat16), at_once)
+        assert torch.equal(stored.dequantize(torch.bfloat16), at_once)
     assert live.peak <= at_once.nbytes + 12 * 5 * numbers
 
 
@@ -65,14 +65,14 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unpacking_brings_no_numbers_to_the_device(name):
     raw = raw_of(name)
-    numbers = LAYOUTS[name].unpack(raw.view(-1, LAYOUTS[name].size)).numel()
-    packed = packed_gguf(raw, name, (numbers,))
-    packed.weight(torch.float32)
+    numbers = LAYOUTS[name].dequantize(raw.view(-1, LAYOUTS[name].size)).numel()
+    stored = gguf_weight(raw, name, (numbers,))
+    stored.dequantize(torch.float32)
     with Made() as made:
-        packed.weight(torch.float32)
+        stored.dequantize(torch.float32)
     assert made.count == 0
 
 
 def test_an_unknown_type_is_refused_by_name():
     with pytest.raises(ValueError, match="GGUF type IQ2_XS cannot be trained on; use a file of type BF16"):
-        packed_gguf(torch.zeros(1, 4, dtype=torch.uint8), "IQ2_XS", (1, 4))
+        gguf_weight(torch.zeros(1, 4, dtype=torch.uint8), "IQ2_XS", (1, 4))

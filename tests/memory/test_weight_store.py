@@ -18,7 +18,7 @@ from graft.training.config import MemoryConfig
 from graft.training.loop import train
 from graft.training.memory import offload
 from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, inputs_on_host
-from graft.training.memory.quantize import FORMATS, SMALLEST, pack, plain, scaled
+from graft.training.memory.quantize import FORMATS, SMALLEST, plain, quantize, scaled
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import STORES, Store, weight_bytes
 from graft.training.model import OffloadOptions
@@ -41,18 +41,18 @@ def error(value, exact):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantizing_stays_within_its_stated_error(name, dtype):
-    assert error(pack(weight(), name, dtype).weight(dtype), weight()) <= ERRORS[name]
+    assert error(quantize(weight(), name, dtype).dequantize(dtype), weight()) <= ERRORS[name]
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_a_row_of_zeros_stays_zero(name):
     rows = weight().index_fill(0, torch.tensor([3]), 0.0)
-    assert pack(rows, name, torch.bfloat16).weight(torch.bfloat16)[3].eq(0).all()
+    assert quantize(rows, name, torch.bfloat16).dequantize(torch.bfloat16)[3].eq(0).all()
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_a_packed_weight_takes_the_bytes_it_promises(name):
-    assert pack(weight(), name, torch.bfloat16).nbytes * 8 <= BITS[name] * weight().numel()
+    assert quantize(weight(), name, torch.bfloat16).nbytes * 8 <= BITS[name] * weight().numel()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_dequantized_base(name):
     """The layer computes with the rounded weight in both directions."""
     store = Store(name, ("blocks.*",), torch.float32, CPU)
     spec = LayerSpec("linear", (128, 256))
-    fetch = store.fetch_of("blocks.0.mlp", spec, plain(weight()))
+    fetch = store.make_fetch("blocks.0.mlp", spec, plain(weight()))
     assert torch.equal(fetch(torch.float32, CPU), fetch(torch.float32, CPU))
     assert 0 < error(fetch(torch.float32, CPU), weight()) <= ERRORS[name]
 
@@ -68,15 +68,15 @@ def test_gradients_are_those_of_the_dequantized_base(name):
 def test_only_large_linear_layers_of_blocks_are_rounded():
     store = Store("int8", ("blocks.*",), torch.float32, CPU)
     for path, out in (("embed", 128), ("blocks.0.small", SMALLEST // 256 - 1)):
-        fetch = store.fetch_of(path, LayerSpec("linear", (out, 256)), plain(weight(out)))
+        fetch = store.make_fetch(path, LayerSpec("linear", (out, 256)), plain(weight(out)))
         assert torch.equal(fetch(torch.float32, CPU), weight(out))
 
 
 def test_what_a_file_rounded_to_eight_bits_is_not_rounded_again():
     small, scale = weight().to(torch.float8_e4m3fn), torch.tensor(2.0)
     store = Store("int8", ("blocks.*",), torch.float32, CPU)
-    fetch = store.fetch_of(
-        "blocks.0.mlp", LayerSpec("linear", (128, 256), packed=32772), scaled(small, scale)
+    fetch = store.make_fetch(
+        "blocks.0.mlp", LayerSpec("linear", (128, 256), quantized_bytes=32772), scaled(small, scale)
     )
     assert torch.equal(fetch(torch.float32, CPU), small.float() * 2)
 
@@ -106,7 +106,7 @@ def test_offloaded_blocks_cost_two_of_them_on_the_device():
 
 
 def test_what_a_file_rounded_counts_as_the_file_has_it():
-    specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64), packed=4096) for i in range(10)}
+    specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64), quantized_bytes=4096) for i in range(10)}
     sizes = {store: weight_bytes(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
     assert sizes == {"resident": 40960, "fp8": 40960, "int8": 40960, "nf4": 21145, "offload": 8192}
 
@@ -268,7 +268,7 @@ def test_blocks_that_stay_on_the_device_are_not_copied(monkeypatch):
     options = OffloadOptions(blocks_on_device=frozenset({"blocks.1"}))
     kept = Store("offload", ("blocks.*",), torch.float32, CPU, offload=options)
     spec = LayerSpec("linear", tuple(weight().shape))
-    fetch = {path: kept.fetch_of(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
+    fetch = {path: kept.make_fetch(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
     assert [path for path, _ in kept.ring.host] == ["blocks.0.mlp"] and kept.pinned.taken == weight().nbytes
     assert torch.equal(fetch["blocks.1.mlp"](torch.float32, CPU), weight())
 
@@ -317,12 +317,12 @@ def test_a_weight_that_is_asked_for_twice_in_a_row_is_copied_once(streams):
     kept = Store("offload", ("blocks.*",), torch.float32, CPU)
     paths = ("blocks.0.mlp", "blocks.0.attn")
     spec = LayerSpec("linear", (128, 256))
-    packed = scaled(weight().to(torch.float8_e4m3fn), torch.ones(128, 1))
-    fetch = {path: kept.fetch_of(path, replace(spec, packed=1), packed) for path in paths}
+    stored = scaled(weight().to(torch.float8_e4m3fn), torch.ones(128, 1))
+    fetch = {path: kept.make_fetch(path, replace(spec, quantized_bytes=1), stored) for path in paths}
     for path in paths:
         for dtype in (torch.float32, torch.bfloat16):  # as DoRA does
             assert fetch[path](dtype, CPU).dtype == dtype
-    assert len(streams) == 2 * len(packed.parts)
+    assert len(streams) == 2 * len(stored.parts)
 
 
 @dataclass
@@ -398,7 +398,7 @@ def test_an_offloaded_weight_is_in_host_memory_once(monkeypatch):
     monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
     store = Store("offload", ("blocks.*",), torch.bfloat16, CPU, ring=Ring(Logging(), 0))
     with LiveTensors() as live:
-        fetch = store.fetch_of("blocks.0.mlp", LayerSpec("linear", (128, 256)), plain(weight()))
+        fetch = store.make_fetch("blocks.0.mlp", LayerSpec("linear", (128, 256)), plain(weight()))
         gc.collect()
     assert fetch is not None and live.now == 128 * 256 * 2
 

@@ -139,7 +139,7 @@ class TinyDenoiser:
             kept.release()
 
     def _fetch(self, path: str, spec: LayerSpec, module: nn.Module, kept: Store) -> tuple:
-        whole = kept.fetch_of(path, spec, plain(module.weight.detach()))
+        whole = kept.make_fetch(path, spec, plain(module.weight.detach()))
 
         def overwritten(dtype: torch.dtype, device: torch.device) -> Tensor:
             tensor = module.weight

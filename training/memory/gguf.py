@@ -1,7 +1,7 @@
-"""Weights of GGUF files as their loaders hand them on: packed bytes that PyTorch makes whole, on any device.
+"""Weights of GGUF files: the quantized bytes that a loader hands on, and PyTorch code that dequantizes them.
 
 Layouts: ggml's ggml-common.h and ggml-quants.c. A block is some bytes and stands for 32 numbers (256 for
-the K types); factors are float16. What a file rounded stays as it is while it is trained on.
+the K types); factors are float16. What a file quantized stays as it is while it is trained on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..user_error import UserError
-from .quantize import Packed
+from .quantize import StoredWeight
 
 AT_ONCE = 1 << 22
-"""Numbers that are unpacked together: steps on the way there take up to 12 bytes each."""
+"""Numbers that are dequantized together: steps on the way there take up to 12 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Layout:
 
     size: int
     """Bytes of a block."""
-    unpack: Callable[[Tensor], Tensor]
+    dequantize: Callable[[Tensor], Tensor]
     """(blocks, size) uint8 -> (blocks, numbers) float32"""
 
 
-def packed_gguf(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Packed:
+def gguf_weight(raw: Tensor, kind: str, shape: tuple[int, ...]) -> StoredWeight:
     """Return the weight of `shape` whose bytes `raw` are of GGUF type `kind`, such as "Q4_K".
 
     Raises UserError for types that are not in LAYOUTS.
@@ -41,16 +41,16 @@ def packed_gguf(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Packed:
         )
     layout = LAYOUTS[kind]
 
-    def unpack(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def dequantize(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         blocks = parts[0].view(-1, layout.size)
         whole = torch.empty(shape, dtype=dtype, device=blocks.device)
         numbers = whole.view(len(blocks), -1)
         at_once = max(1, AT_ONCE // numbers.shape[1])
         for start in range(0, len(blocks), at_once):
-            numbers[start : start + at_once] = layout.unpack(blocks[start : start + at_once])
+            numbers[start : start + at_once] = layout.dequantize(blocks[start : start + at_once])
         return whole
 
-    return Packed((raw.reshape(-1).view(torch.uint8),), unpack)
+    return StoredWeight((raw.reshape(-1).view(torch.uint8),), dequantize)
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:

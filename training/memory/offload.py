@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..log import log
 from .device_memory import free_bytes
-from .quantize import Packed
+from .quantize import StoredWeight
 
 SMALLEST_INPUT = 1 << 20
 """Bytes; smaller inputs of a block stay where they are."""
@@ -146,7 +146,7 @@ class PinnedMemory:
         """Bytes."""
         self.pieces: list[Tensor] = []
         """What is left of each piece, as bytes."""
-        self.weights: dict[str, Packed] = {}
+        self.weights: dict[str, StoredWeight] = {}
         """Layer -> its pinned weight, for the next time the same base is held."""
         self.taken = 0
         """Bytes."""

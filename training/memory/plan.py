@@ -2,7 +2,7 @@
 
 The peak of a plan is the base's weights where it keeps them, the adapters with their optimizer memory, and
 what a step takes: an estimate of its passes (`estimate.py`), or the optimizer's part where that is more. What
-the settings leave open is decided by it, fastest plan first; rounding the base changes the result and so is
+the settings leave open is decided by it, fastest plan first; quantizing the base changes the result and so is
 never decided here.
 """
 
@@ -123,7 +123,7 @@ def candidates(config: MemoryConfig) -> Sequence[MemoryPlan]:
 
 
 def every_plan() -> Sequence[MemoryPlan]:
-    """Return all plans, those that round the base included."""
+    """Return all plans, those that quantize the base included."""
     return [MemoryPlan(base, mode) for base in STORES for mode in MODES]
 
 
@@ -242,9 +242,9 @@ def make_estimator(
 
 
 def dequantizing_bytes(specs: Mapping[str, LayerSpec], plan: MemoryPlan, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest rounded layer while it is made whole: its numbers, and those scaled."""
-    rounded = [s.numel for s in specs.values() if s.packed is not None or is_quantized(s, plan.base)]
-    return 2 * max(rounded, default=0) * dtype.itemsize
+    """Return the bytes that dequantizing the largest layer takes: its numbers before and after scaling."""
+    quantized = (s for s in specs.values() if s.quantized_bytes is not None or is_quantized(s, plan.base))
+    return 2 * max((layer.numel for layer in quantized), default=0) * dtype.itemsize
 
 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:

@@ -1,6 +1,6 @@
-"""A frozen weight as it is kept: plain, or rounded to fewer bits and made whole again when it is used.
+"""A frozen weight as it is kept: plain, or quantized to fewer bits and dequantized when it is used.
 
-A packed weight is tensors and a function of them, so where it is kept (on the device, in host memory) is
+A stored weight is tensors and a function of them, so where it is kept (on the device, in host memory) is
 decided elsewhere. Quantizing serves one training run; what a LoRA is saved for and rendered on is the base.
 
 | name | a number is | bits | error of a normal weight (Frobenius, relative) |
@@ -30,34 +30,34 @@ SMALLEST = 4096
 
 
 @dataclass(frozen=True)
-class Packed:
+class StoredWeight:
     """A weight at rest."""
 
     parts: Parts
-    unpack: Callable[[Parts, torch.dtype], Tensor]
-    """unpack(parts, dtype) -> the weight in its own shape, on the device of the parts."""
-    packs: bool = True
-    """Whether the parts are something else than the weight itself."""
+    dequantize_parts: Callable[[Parts, torch.dtype], Tensor]
+    """dequantize_parts(parts, dtype) -> the weight in its own shape, on the device of the parts."""
+    is_plain: bool = False
+    """Whether the one part is the weight itself."""
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def weight(self, dtype: torch.dtype) -> Tensor:
-        return self.unpack(self.parts, dtype)
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return self.dequantize_parts(self.parts, dtype)
 
 
-def plain(weight: Tensor) -> Packed:
+def plain(weight: Tensor) -> StoredWeight:
     """Keep a weight as it is."""
-    return Packed((weight,), lambda parts, dtype: parts[0].to(dtype), packs=False)
+    return StoredWeight((weight,), lambda parts, dtype: parts[0].to(dtype), is_plain=True)
 
 
-def scaled(small: Tensor, scale: Tensor) -> Packed:
+def scaled(small: Tensor, scale: Tensor) -> StoredWeight:
     """Keep numbers of a small format and a factor that broadcasts over them."""
-    return Packed((small, scale), lambda parts, dtype: parts[0].to(dtype) * parts[1].to(dtype))
+    return StoredWeight((small, scale), lambda parts, dtype: parts[0].to(dtype) * parts[1].to(dtype))
 
 
-def pack(weight: Tensor, name: str, dtype: torch.dtype) -> Packed:
+def quantize(weight: Tensor, name: str, dtype: torch.dtype) -> StoredWeight:
     """Quantize a weight (out, in), to be used in `dtype`, on the device that it is on.
 
     Raises UserError for an unknown name, and for nf4 where bitsandbytes is not installed.
@@ -67,25 +67,25 @@ def pack(weight: Tensor, name: str, dtype: torch.dtype) -> Packed:
     return FORMATS[name](weight, dtype)
 
 
-def _fp8(weight: Tensor, dtype: torch.dtype) -> Packed:
+def _fp8(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
     limit = torch.finfo(torch.float8_e4m3fn).max
     scale = _row_scale(weight, limit, dtype)
     return scaled((weight.float() / scale.float()).clamp_(-limit, limit).to(torch.float8_e4m3fn), scale)
 
 
-def _int8(weight: Tensor, dtype: torch.dtype) -> Packed:
+def _int8(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
     scale = _row_scale(weight, 127, dtype)
     return scaled((weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale)
 
 
-def _nf4(weight: Tensor, dtype: torch.dtype) -> Packed:
+def _nf4(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
     functional = optional("bitsandbytes.functional", "base 'nf4'", "choose 'int8'")
-    packed, state = functional.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
+    quantized, state = functional.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
 
-    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
+    def dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
         return functional.dequantize_4bit(parts[0], state).to(dtype)  # type: ignore[no-any-return]
 
-    return Packed((packed,), unpack)
+    return StoredWeight((quantized,), dequantize)
 
 
 def _row_scale(weight: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
@@ -94,5 +94,9 @@ def _row_scale(weight: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
     return (largest / limit).clamp_min(torch.finfo(torch.float16).tiny).to(dtype)
 
 
-FORMATS: Mapping[str, Callable[[Tensor, torch.dtype], Packed]] = {"fp8": _fp8, "int8": _int8, "nf4": _nf4}
-"""By `MemoryConfig.base`: (weight, the dtype it is used in) -> packed."""
+FORMATS: Mapping[str, Callable[[Tensor, torch.dtype], StoredWeight]] = {
+    "fp8": _fp8,
+    "int8": _int8,
+    "nf4": _nf4,
+}
+"""By `MemoryConfig.base`: (weight, the dtype it is used in) -> quantized."""

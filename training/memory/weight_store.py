@@ -6,7 +6,7 @@ Weights of the repeated blocks are what there is to save on: only they are quant
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from ..model import OFFLOAD_ALL, OffloadOptions
 from ..network.frozen_layer import Fetch, LayerSpec
 from ..user_error import UserError
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
-from .quantize import FORMATS, SMALLEST, Packed, Parts, pack, plain
+from .quantize import FORMATS, SMALLEST, Parts, StoredWeight, plain, quantize
 
 STORES = ("resident", "fp8", "int8", "nf4", "offload")
 """On the device in the compute dtype; there in fewer bits; in host memory."""
@@ -58,42 +58,42 @@ class Store:
         if self.offload.pinned is None:
             self.pinned.release()
 
-    def fetch_of(self, path: str, spec: LayerSpec, weight: Packed) -> Fetch:
+    def make_fetch(self, path: str, spec: LayerSpec, weight: StoredWeight) -> Fetch:
         """Take a layer's host weight and return the function that brings it in."""
         if self.name == UNPLACED:
-            return lambda dtype, device: self._placed(weight).weight(dtype).to(device)
+            return lambda dtype, device: self._place(weight).dequantize(dtype).to(device)
         block = block_of(path, self.blocks)
         if block is not None and is_quantized(spec, self.name):
-            whole = moved(weight, self.device).weight(torch.float32)
-            return _fetch(pack(whole, self.name, self.dtype))
+            whole = move_to(weight, self.device).dequantize(torch.float32)
+            return _resident_fetch(quantize(whole, self.name, self.dtype))
         if self.name == "offload" and block is not None and block not in self.offload.blocks_on_device:
-            return self._offloaded(path, block, weight)
-        return _fetch(self._placed(weight))
+            return self._offload(path, block, weight)
+        return _resident_fetch(self._place(weight))
 
-    def _placed(self, weight: Packed) -> Packed:
-        placed = moved(weight, self.device)
-        return plain(placed.weight(self.dtype)) if _is_plain(placed) else placed
+    def _place(self, weight: StoredWeight) -> StoredWeight:
+        placed = move_to(weight, self.device)
+        return plain(placed.dequantize(self.dtype)) if _has_full_precision(placed) else placed
 
-    def _offloaded(self, path: str, block: str, weight: Packed) -> Fetch:
+    def _offload(self, path: str, block: str, weight: StoredWeight) -> Fetch:
         ring = self.ring
         if ring is None:
-            host = self._in_dtype(weight)
-            return lambda dtype, device: moved(host, device).weight(dtype)
-        kept = self.pinned.weights.get(path) or self._pin(path, self._in_dtype(weight))
-        keys, unpack = [(path, index) for index in range(len(kept.parts))], kept.unpack
-        for key, part in zip(keys, kept.parts, strict=True):
+            host = self._cast(weight)
+            return lambda dtype, device: move_to(host, device).dequantize(dtype)
+        pinned = self.pinned.weights.get(path) or self._pin(path, self._cast(weight))
+        keys, dequantize = [(path, index) for index in range(len(pinned.parts))], pinned.dequantize_parts
+        for key, part in zip(keys, pinned.parts, strict=True):
             ring.add(key, part)
-        self.sizes[block] = self.sizes.get(block, 0) + kept.nbytes
+        self.sizes[block] = self.sizes.get(block, 0) + pinned.nbytes
         ring.ahead = max(self.sizes.values())
-        return lambda dtype, device: unpack(self._copy(ring, path, keys), dtype).to(device)
+        return lambda dtype, device: dequantize(self._copy(ring, path, keys), dtype).to(device)
 
-    def _in_dtype(self, weight: Packed) -> Packed:
-        return plain(weight.weight(self.dtype)) if _is_plain(weight) else weight
+    def _cast(self, weight: StoredWeight) -> StoredWeight:
+        return plain(weight.dequantize(self.dtype)) if _has_full_precision(weight) else weight
 
-    def _pin(self, path: str, weight: Packed) -> Packed:
+    def _pin(self, path: str, weight: StoredWeight) -> StoredWeight:
         """Pin a layer's host weight, and record it if there was memory for all of it."""
         host = [part.cpu() for part in weight.parts]
-        pinned = Packed(tuple(map(self.pinned.take, host)), weight.unpack)
+        pinned = replace(weight, parts=tuple(map(self.pinned.take, host)))
         if all(there is not here for there, here in zip(pinned.parts, host, strict=True)):
             self.pinned.weights[path] = pinned
         return pinned
@@ -107,23 +107,23 @@ class Store:
         return self.in_use[1]
 
 
-def moved(weight: Packed, device: torch.device) -> Packed:
-    """Return a packed weight on `device`."""
-    return Packed(tuple(part.to(device) for part in weight.parts), weight.unpack)
+def move_to(weight: StoredWeight, device: torch.device) -> StoredWeight:
+    """Return a stored weight on `device`."""
+    return replace(weight, parts=tuple(part.to(device) for part in weight.parts))
 
 
-def _fetch(weight: Packed) -> Fetch:
-    return lambda dtype, device: weight.weight(dtype).to(device)
+def _resident_fetch(weight: StoredWeight) -> Fetch:
+    return lambda dtype, device: weight.dequantize(dtype).to(device)
 
 
-def _is_plain(weight: Packed) -> bool:
+def _has_full_precision(weight: StoredWeight) -> bool:
     return len(weight.parts) == 1 and weight.parts[0].dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_quantized(spec: LayerSpec, store: str) -> bool:
-    """Return whether `store` rounds a block's layer; its file may have done so already."""
+    """Return whether `store` quantizes a block's layer; its file may have done so already."""
     is_large = spec.kind == "linear" and spec.numel >= SMALLEST
-    return store in FORMATS and is_large and (spec.packed is None or store == "nf4")
+    return store in FORMATS and is_large and (spec.quantized_bytes is None or store == "nf4")
 
 
 def weight_bytes(
@@ -131,7 +131,7 @@ def weight_bytes(
 ) -> int:
     """Return how many bytes of the device the weights of these layers take, in one of STORES.
 
-    What a file has rounded stays as it is there, but for "nf4", which rounds it further.
+    What a file has quantized stays as it is there, but for "nf4", which quantizes it further.
     """
     bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13}
     total = 0.0
@@ -157,5 +157,5 @@ def block_bytes(
 
 
 def layer_bytes(spec: LayerSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's weight: as the file packed it, else in the compute dtype."""
-    return spec.numel * dtype.itemsize if spec.packed is None else spec.packed
+    """Return the bytes of a layer's weight: as the file quantized it, else in the compute dtype."""
+    return spec.numel * dtype.itemsize if spec.quantized_bytes is None else spec.quantized_bytes

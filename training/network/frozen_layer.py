@@ -35,8 +35,8 @@ class LayerSpec:
     """Of the weight: linear (out, in), convolution (out, in/groups, *kernel), embedding (entries, width)."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
-    packed: int | None = None
-    """Bytes of the weight where its file has rounded it to fewer bits; None for ordinary numbers."""
+    quantized_bytes: int | None = None
+    """Bytes of the weight where its file has quantized it; None for ordinary numbers."""
 
     @property
     def numel(self) -> int:

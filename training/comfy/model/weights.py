@@ -18,8 +18,8 @@ import comfy.utils
 import torch
 from torch import Tensor, nn
 
-from ...memory.gguf import packed_gguf
-from ...memory.quantize import Packed, Parts, plain, scaled
+from ...memory.gguf import gguf_weight
+from ...memory.quantize import Parts, StoredWeight, plain, scaled
 from ...memory.weight_store import UNPLACED, Store
 from ...model import HeldBase
 from ...network.frozen_layer import FrozenLayer, LayerSpec
@@ -43,7 +43,7 @@ def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = 
 
 
 SCALES = ("scale_weight", "scale_input", "input_scale")
-"""Beside a weight in fp8: a part of what `_packed` makes of it, or unused in training."""
+"""Beside a weight in fp8: a part of what `_stored` makes of it, or unused in training."""
 UNUSED = ("norm_final.weight",)
 """What networks of older versions own and never compute with: Lumina 2's last norm."""
 
@@ -62,7 +62,7 @@ def numbers_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if tensor is None or name in SCALES or where in UNUSED:
                 continue
             whole = _as_in_model(ordinary(tensor), module, name)
-            kept = _packed(whole, tensor, module if name == "weight" else None)
+            kept = _stored(whole, tensor, module if name == "weight" else None)
             for index, part in enumerate(kept.parts):
                 yield (f"{where}.{index}" if index else where), part
 
@@ -83,16 +83,18 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
             weights = {n: _as_in_model(ordinary(t), module, n) for n, t in found.items() if t is not None}
             if path in specs:
                 kept = {
-                    n: _packed(t, found[n], module if n == "weight" else None) for n, t in weights.items()
+                    n: _stored(t, found[n], module if n == "weight" else None) for n, t in weights.items()
                 }
                 later = store.name == UNPLACED
-                kept = {n: _patched(patcher, f"{prefix}.{path}.{n}", p, later) for n, p in kept.items()}
+                kept = {n: _apply_patches(patcher, f"{prefix}.{path}.{n}", p, later) for n, p in kept.items()}
                 layers[path] = _layer(path, specs[path], module, kept, store)
                 undo.callback(set_forward(module, layers[path].forward))
             else:
                 loose = {n: _gguf(t, found[n]) or plain(t) for n, t in weights.items()}
-                loose = {n: _patched(patcher, f"{prefix}.{path}.{n}", p) for n, p in loose.items()}
-                weights = {n: p.weight(store.dtype) if p.packs else p.parts[0] for n, p in loose.items()}
+                loose = {n: _apply_patches(patcher, f"{prefix}.{path}.{n}", p) for n, p in loose.items()}
+                weights = {
+                    n: p.parts[0] if p.is_plain else p.dequantize(store.dtype) for n, p in loose.items()
+                }
             for name, tensor in weights.items():
                 if path in specs and hasattr(found[name], "tensor_type"):
                     continue  # networks ask it for its shape
@@ -102,12 +104,12 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
 
 
 def _layer(
-    path: str, spec: LayerSpec, module: nn.Module, weights: dict[str, Packed], store: Store
+    path: str, spec: LayerSpec, module: nn.Module, weights: dict[str, StoredWeight], store: Store
 ) -> FrozenLayer:
-    weight = store.fetch_of(path, spec, weights["weight"])
+    weight = store.make_fetch(path, spec, weights["weight"])
     if "bias" not in weights:
         return FrozenLayer(path, spec, module, weight)
-    bias = weights["bias"].weight(store.dtype).to(store.device)
+    bias = weights["bias"].dequantize(store.dtype).to(store.device)
     return FrozenLayer(path, spec, module, weight, lambda dtype, device: bias.to(device, dtype))
 
 
@@ -137,21 +139,23 @@ def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
     if not isinstance(weight, Tensor):
         return None
     shape = tuple(weight.shape)
-    packed = None if is_patched else _packed_bytes(weight)
+    quantized = None if is_patched else _quantized_bytes(weight)
     if hasattr(module, "in_features") and hasattr(module, "out_features") and len(shape) == 2:
         sides: Any = module  # quantized weights may have another shape
-        return LayerSpec("linear", (int(sides.out_features), int(sides.in_features)), packed=packed)
+        return LayerSpec(
+            "linear", (int(sides.out_features), int(sides.in_features)), quantized_bytes=quantized
+        )
     if hasattr(module, "kernel_size") and not getattr(module, "transposed", False) and len(shape) in (3, 4):
         if getattr(module, "padding_mode", "zeros") != "zeros":
             return None
         options = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
-        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, packed)
+        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, quantized)
     if hasattr(module, "num_embeddings") and len(shape) == 2:
-        return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx}, packed)
+        return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx}, quantized)
     return None
 
 
-def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
+def _stored(tensor: Tensor, loaded: Any, module: nn.Module | None) -> StoredWeight:
     """Return a host weight as it is kept: what the file quantized stays quantized.
 
     `loaded` is what the loader put there, and `tensor` the same memory as an ordinary tensor.
@@ -160,38 +164,38 @@ def _packed(tensor: Tensor, loaded: Any, module: nn.Module | None) -> Packed:
     if from_gguf is not None:
         return from_gguf
     if isinstance(tensor, QuantizedTensor):
-        return _packed_as_comfyui(tensor)
+        return _stored_as_comfyui(tensor)
     scale = getattr(module, "scale_weight", None)
     if tensor.dtype in FLOAT8 and scale is not None:
         return scaled(tensor, ordinary(scale))
     return plain(tensor)
 
 
-def _packed_as_comfyui(tensor: Any) -> Packed:
+def _stored_as_comfyui(tensor: Any) -> StoredWeight:
     names, context = tensor.__tensor_flatten__()
     kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
 
-    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
+    def dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
         inner = dict(zip(names, parts, strict=True))
         again = kind.__tensor_unflatten__(inner, context, shape, stride)
         return again.dequantize().to(dtype)  # type: ignore[no-any-return]
 
-    return Packed(tuple(ordinary(getattr(tensor, name)) for name in names), unpack)
+    return StoredWeight(tuple(ordinary(getattr(tensor, name)) for name in names), dequantize)
 
 
-def _packed_bytes(weight: Tensor) -> int | None:
-    """Return the bytes of a weight that its file has rounded to fewer bits, else None."""
+def _quantized_bytes(weight: Tensor) -> int | None:
+    """Return the bytes of a weight that its file has quantized, else None."""
     if isinstance(weight, QuantizedTensor):
-        return _packed_as_comfyui(weight).nbytes
+        return _stored_as_comfyui(weight).nbytes
     if _gguf_type(weight):
         return weight.as_subclass(Tensor).nbytes
     return weight.nbytes if weight.dtype in FLOAT8 else None
 
 
-def _gguf(tensor: Tensor, loaded: Any) -> Packed | None:
-    """Return what a loader of GGUF files left packed; None for plain weights and those of other files."""
+def _gguf(tensor: Tensor, loaded: Any) -> StoredWeight | None:
+    """Return what a loader of GGUF files left quantized; None for plain weights and those of other files."""
     kind = _gguf_type(loaded)
-    return packed_gguf(tensor, kind, tuple(loaded.shape)) if kind else None
+    return gguf_weight(tensor, kind, tuple(loaded.shape)) if kind else None
 
 
 def is_gguf(tensor: Any) -> bool:
@@ -200,22 +204,22 @@ def is_gguf(tensor: Any) -> bool:
 
 
 def _gguf_type(loaded: Any) -> str | None:
-    """Return the type of what a GGUF file has packed, such as "Q4_K"; None for plain numbers."""
+    """Return the type of what a GGUF file has quantized, such as "Q4_K"; None for plain numbers."""
     kind = getattr(getattr(loaded, "tensor_type", None), "name", None)
     return None if kind in ("F32", "F16") else kind
 
 
-def _patched(patcher: Any, key: str, weight: Packed, later: bool = False) -> Packed:
+def _apply_patches(patcher: Any, key: str, weight: StoredWeight, later: bool = False) -> StoredWeight:
     """Return the host weight with the incoming MODEL's patches for it, computed now or at each use."""
     if key not in patcher.patches:
         return weight
 
-    def unpack(parts: Parts, dtype: torch.dtype) -> Tensor:
-        whole = weight.unpack(parts, torch.float32)
+    def dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
+        whole = weight.dequantize_parts(parts, torch.float32)
         changed = whole.clone() if any(whole is part for part in parts) else whole
         return comfy.lora.calculate_weight(patcher.patches[key], changed, key).to(dtype)  # type: ignore[no-any-return]
 
-    return Packed(weight.parts, unpack) if later else plain(unpack(weight.parts, torch.float32))
+    return StoredWeight(weight.parts, dequantize) if later else plain(dequantize(weight.parts, torch.float32))
 
 
 def _dequantized(tensor: Tensor) -> Tensor:
