@@ -18,7 +18,7 @@ from .adapters.build import build_adapters, draws, initialize, named_parameters,
 from .adapters.select import select
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .live_state import Work
-from .memory.device_memory import forget_peak, in_use, peak_bytes
+from .memory.device_memory import bytes_in_use, peak_bytes, reset_peak
 from .memory.placement import Placement
 from .memory.plan import budget_of, is_limit_hard, plans_that_fit
 from .memory.precision import compute_dtype
@@ -115,8 +115,8 @@ def train(
     if is_over(config.validation, start.validations):
         return start
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
-    most = None if budget is None else in_use(denoiser.device) + budget
-    forget_peak(denoiser.device)
+    most = None if budget is None else bytes_in_use(denoiser.device) + budget
+    reset_peak(denoiser.device)
     work = Work(denoiser, config, start, notes)
     coverage = Coverage(work.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)
@@ -127,16 +127,16 @@ def train(
     with Placement(denoiser, work.adapters, plans, dtype, most, **options) as placement:
         compute = partial(gradients, denoiser, dataset, config, work)
         validate = partial(measure, denoiser, validation, work)
-        placement.retrying(validate)  # the run may have been interrupted before it could
+        placement.retry(validate)  # the run may have been interrupted before it could
         while work.step < clock.last and not is_over(config.validation, work.validations):
             clock.step_begins()
             step = work.step
             lr = config.optimizer.lr * multiplier(config.schedule, step)
-            loss, norm, images = placement.retrying(compute)
+            loss, norm, images = placement.retry(compute)
             coverage.look(step)
             work.optimize(lr, loss)
             clock.step_ends()
-            validated = placement.retrying(validate)
+            validated = placement.retry(validate)
             report = Progress(
                 step=work.step,
                 loss=loss,
@@ -153,7 +153,7 @@ def train(
                 time_left=clock.left(work.step),
                 memory=peak_bytes(denoiser.device),
                 plan=placement.plan.short,
-                base_given_back=placement.given_back,
+                base_given_back=placement.give_back,
             )
             if distributed.share(on_step(report) == STOP):
                 break

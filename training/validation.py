@@ -53,7 +53,7 @@ def validation_loss(
     measure = partial(held_out_loss, denoiser, samples, limit=limit, on_progress=on_progress)
     dtype = compute_dtype(memory, denoiser)
     with torch.inference_mode(False), Placement(denoiser, adapters, plans, dtype) as placement:
-        return placement.retrying(measure)
+        return placement.retry(measure)
 
 
 @torch.no_grad()

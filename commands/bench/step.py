@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from ...training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ...training.log import log
-from ...training.memory.device_memory import forget_peak, in_use, peak_bytes, wait
-from ...training.memory.estimate import untouched
+from ...training.memory.device_memory import bytes_in_use, peak_bytes, reset_peak, synchronize
+from ...training.memory.estimate import restore_attributes
 from ...training.memory.tensor_counter import LiveTensors
 from ...training.user_error import UserError
 from ..headless.comfyui import start_comfyui
@@ -114,7 +114,7 @@ def graft(checkpointing: str, base: str = "resident", *, compile: bool = False) 
             moments: list[float] = []
 
             def note(progress: Any) -> None:
-                wait(bench.device)
+                synchronize(bench.device)
                 moments.append(bench.clock())
 
             train(denoiser, OneBatch(bench.batch), config, None, steps=count + 1, on_step=note)
@@ -168,13 +168,13 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
 
             def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
                 found = before(self, *args, **kwargs)
-                wait(bench.device)
+                synchronize(bench.device)
                 moments.append(bench.clock())
                 return found
 
             torch.optim.AdamW.step = noting  # type: ignore[method-assign]
             try:
-                with untouched(bench.patcher.model):  # it leaves its own forwards there when it fails
+                with restore_attributes(bench.patcher.model):  # when it fails, its forwards stay
                     TrainLoraNode.execute(**arguments)
             finally:
                 torch.optim.AdamW.step = before  # type: ignore[method-assign]
@@ -254,7 +254,7 @@ def timed(step: Callable[[], object], bench: Bench) -> Steps:
         moments = []
         for _ in range(count + 1):  # one to warm up, as the trainers have
             step()
-            wait(bench.device)
+            synchronize(bench.device)
             moments.append(bench.clock())
         return between(moments)
 
@@ -381,8 +381,8 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
 def prepared(make: Callable[[Bench], Steps], bench: Bench, base: int) -> tuple[Steps, int, int]:
     """Return a contender that is ready to train, the bytes of tensors at its worst moment, the network's
     `base` bytes included, and the floating-point operations of a step."""
-    before = in_use(bench.device)
-    forget_peak(bench.device)
+    before = bytes_in_use(bench.device)
+    reset_peak(bench.device)
     steps = make(bench)
     with LiveTensors() as live:
         steps(1)  # after one to warm up

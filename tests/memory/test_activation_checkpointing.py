@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from graft.tests.support.adapter_cases import METHODS, adapter_config, frozen_layer, train_config
 from graft.tests.support.memory import saved_bytes, step_gradients
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
-from graft.training.memory.activation_checkpointing import MODES, checkpointed, repeated_blocks
+from graft.training.memory.activation_checkpointing import MODES, checkpoint_blocks, repeated_blocks
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
 
@@ -30,7 +30,7 @@ def test_gradients_are_those_without_checkpointing(method, mode):
 def test_forwards_are_as_before_on_every_exit(mode):
     network = TinyDenoiser().module
     before = {name: dict(vars(module)) for name, module in network.named_modules()}
-    with pytest.raises(KeyError), checkpointed(network, ("blocks.*",), mode):
+    with pytest.raises(KeyError), checkpoint_blocks(network, ("blocks.*",), mode):
         assert ("forward" in vars(network.blocks[0])) == (mode != "none")
         raise KeyError
     assert {name: dict(vars(module)) for name, module in network.named_modules()} == before
@@ -40,13 +40,13 @@ def test_forwards_are_as_before_on_every_exit(mode):
 def test_without_gradients_a_block_just_computes(mode):
     denoiser, x = TinyDenoiser(), torch.full((2,), 0.5)
     plain = denoiser.denoise(BATCH.latents, x, BATCH)
-    with torch.no_grad(), checkpointed(denoiser.module, ("blocks.*",), mode):
+    with torch.no_grad(), checkpoint_blocks(denoiser.module, ("blocks.*",), mode):
         assert torch.equal(denoiser.denoise(BATCH.latents, x, BATCH), plain)
 
 
 def test_an_unknown_mode_is_refused_by_name():
     with pytest.raises(ValueError, match="'blok' is unknown; choose one of auto, none, selective, block"):
-        checkpointed(TinyDenoiser().module, ("blocks.*",), "blok").__enter__()
+        checkpoint_blocks(TinyDenoiser().module, ("blocks.*",), "blok").__enter__()
 
 
 def test_blocks_are_found_by_segments_of_their_path():
@@ -58,11 +58,14 @@ def test_inputs_given_by_name_are_kept_as_others_are_so_that_they_can_wait_in_ho
         def forward(self, img, vec=None):
             return img * vec
 
-    network, kept = nn.ModuleList([Block()]), []
+    network, saved = nn.ModuleList([Block()]), []
     img, vec = (torch.randn(4, requires_grad=True) * 1 for _ in range(2))
-    with checkpointed(network, ("0",), "block"), saved_tensors_hooks(lambda t: kept.append(t) or t, bool):
+    with (
+        checkpoint_blocks(network, ("0",), "block"),
+        saved_tensors_hooks(lambda t: saved.append(t) or t, bool),
+    ):
         network[0](vec=vec, img=img)
-    assert {t.data_ptr() for t in kept} >= {img.data_ptr(), vec.data_ptr()}
+    assert {t.data_ptr() for t in saved} >= {img.data_ptr(), vec.data_ptr()}
 
 
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -101,7 +104,7 @@ def counts(mode):
             layer = frozen_layer(module)
             module.forward, layer.weight = layer.forward, counted(fetched, name.split(".")[-1], layer.weight)
     start = x = torch.randn(2, 6, 32, requires_grad=True)
-    with Counting() as counting, checkpointed(network, ("blocks.*",), mode):
+    with Counting() as counting, checkpoint_blocks(network, ("blocks.*",), mode):
         for block in network["blocks"]:
             x = block(x)
         x.sum().backward()
@@ -135,5 +138,5 @@ def test_what_was_changed_in_place_is_computed_again():
 def test_a_block_keeps_its_input_only():
     network = nn.ModuleDict({"blocks": nn.ModuleList([Heads()])})
     x = torch.randn(2, 6, 32, requires_grad=True) * 1
-    with checkpointed(network, ("blocks.*",), "block"):
+    with checkpoint_blocks(network, ("blocks.*",), "block"):
         assert saved_bytes(lambda: network["blocks"][0](x))[0] == x.nbytes

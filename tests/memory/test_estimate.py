@@ -9,7 +9,7 @@ from torch import nn
 from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.memory import measured
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
-from graft.training.memory.estimate import estimate_step, untouched
+from graft.training.memory.estimate import estimate_step, restore_attributes
 from graft.training.memory.tensor_counter import LiveTensors
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
@@ -44,7 +44,7 @@ def test_an_estimate_leaves_base_and_adapters_alone():
 
 def test_tables_that_a_network_computes_once_are_not_left_fake():
     network = nn.Linear(2, 2)
-    with untouched(network):
+    with restore_attributes(network):
         network.table = "computed meanwhile"
     assert not hasattr(network, "table")
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from graft.tests.memory.test_placement import config, same, trained
 from graft.tests.support.memory import step_gradients
 from graft.tests.support.tiny import Block, TinyDataset, TinyDenoiser
-from graft.training.memory.activation_checkpointing import MODES, checkpointed
+from graft.training.memory.activation_checkpointing import MODES, checkpoint_blocks
 from graft.training.memory.in_place import is_changed_in_place
 from graft.training.memory.plan import candidates, make_estimator
 from graft.training.memory.plan_table import probe
@@ -93,7 +93,7 @@ def test_inputs_that_come_together_are_copied_too(mode):
     leaves = [torch.full((2,), 0.5, requires_grad=True), torch.full((2,), 0.25, requires_grad=True)]
     one, other = leaves
     expected = torch.autograd.grad((other * (one + 3 * other.square()).exp()).sum(), leaves)
-    with checkpointed(network, ("blocks.*",), mode, copies=True):
+    with checkpoint_blocks(network, ("blocks.*",), mode, copies=True):
         found = torch.autograd.grad(network["blocks"][0]((one * 1, other * 1), 3.0)[1].sum(), leaves)
     for gradient, value in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, value)

@@ -14,7 +14,7 @@ from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig, TrainConfig
 from graft.training.loop import initial_state, train
 from graft.training.memory.activation_checkpointing import MODES
-from graft.training.memory.device_memory import limited_to
+from graft.training.memory.device_memory import limit_memory
 from graft.training.memory.placement import is_out_of_memory
 from graft.training.memory.plan import candidates
 from graft.training.memory.weight_store import STORES, UNPLACED
@@ -141,8 +141,8 @@ def test_libraries_that_get_no_memory_are_understood(words):
 def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypatch):
     """Windows does not fail where a card is full, but goes on in host memory."""
     limits = []
-    monkeypatch.setattr("graft.training.memory.placement.limited_to", partial(noting, limits))
-    monkeypatch.setattr("graft.training.loop.in_use", lambda device: 100)
+    monkeypatch.setattr("graft.training.memory.placement.limit_memory", partial(noting, limits))
+    monkeypatch.setattr("graft.training.loop.bytes_in_use", lambda device: 100)
     denoiser = Small(lambda store, calls: calls is not None)
     with pytest.raises(ValueError, match="memory ran out"):
         trained({"budget_gb": 1.0, "base": "resident"}, denoiser)
@@ -151,7 +151,7 @@ def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypa
 
 def test_a_budget_counts_where_base_and_checkpointing_are_fixed(monkeypatch, caplog):
     limits, settings = [], {"budget_gb": 1e-5, "base": "resident", "checkpointing": "block"}
-    monkeypatch.setattr("graft.training.memory.placement.limited_to", partial(noting, limits))
+    monkeypatch.setattr("graft.training.memory.placement.limit_memory", partial(noting, limits))
     batch = TinyDataset().batch(1, seed=0, index=0)
     monkeypatch.setattr(TinyDataset, "largest_batch", lambda data, size: batch, raising=False)
     assert same(trained(settings), trained({})) and limits[0] == int(1e-5 * 2**30)
@@ -173,10 +173,10 @@ def test_a_limit_is_a_share_of_the_card_and_ends_with_the_run(monkeypatch):
     for before, after in ((0.9, 0.9), (1431655765.33, 1.0)):  # the second is cudaMallocAsync's "no limit"
         shares.clear()
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, before=before: before)
-        with limited_to(2 << 30, torch.device("cuda")):
+        with limit_memory(2 << 30, torch.device("cuda")):
             assert shares == [0.25]
         assert shares == [0.25, after]
-        with limited_to(9 << 30, torch.device("cuda")), limited_to(None, torch.device("cuda")):
+        with limit_memory(9 << 30, torch.device("cuda")), limit_memory(None, torch.device("cuda")):
             assert shares[2:] == [after]
 
 
@@ -218,6 +218,6 @@ def test_a_limit_needs_no_pytorch_that_tells_the_one_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction", raising=False)
-    with limited_to(2 << 30, torch.device("cuda")):
+    with limit_memory(2 << 30, torch.device("cuda")):
         pass
     assert shares == [0.25, 1.0]

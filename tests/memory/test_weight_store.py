@@ -17,7 +17,7 @@ from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig
 from graft.training.loop import train
 from graft.training.memory import offload
-from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, inputs_on_host
+from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, offload_inputs
 from graft.training.memory.quantize import FORMATS, SMALLEST, plain, quantize, scaled
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import STORES, Store, weight_bytes
@@ -405,7 +405,7 @@ def test_an_offloaded_weight_is_in_host_memory_once(monkeypatch):
 
 def test_inputs_that_are_in_host_memory_stay_where_they_are():
     x = torch.randn(1 << 19, requires_grad=True) * 1
-    with inputs_on_host((x,)):
+    with offload_inputs((x,)):
         y = x * x
     assert y.grad_fn._saved_self.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 

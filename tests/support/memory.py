@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from graft.training.adapters.build import attach, draws, restore_adapters
 from graft.training.loop import initial_state
-from graft.training.memory.activation_checkpointing import checkpointed
+from graft.training.memory.activation_checkpointing import checkpoint_blocks
 from graft.training.memory.compiling import Compiled
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.objective.loss import loss
@@ -40,7 +40,7 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
     with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
         blocks = Compiled().compile_blocks(base, units) if config.memory.compile else nullcontext()
-        with attach(base.layers, adapters), blocks, checkpointed(base.module, units, mode), draws(0, 0):
+        with attach(base.layers, adapters), blocks, checkpoint_blocks(base.module, units, mode), draws(0, 0):
             value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
             value.backward()
     return value.item(), {f"{p}.{n}": t.grad for p, a in adapters.items() for n, t in a.named_parameters()}
@@ -52,7 +52,7 @@ def measured(denoiser, batch, config, mode, dtype=torch.float32):
     adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
     with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
-        with attach(base.layers, adapters), checkpointed(base.module, units, mode), draws(0, 0):
+        with attach(base.layers, adapters), checkpoint_blocks(base.module, units, mode), draws(0, 0):
             with LiveTensors() as live:
                 value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
                 kept = live.now

@@ -38,7 +38,7 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: FrozenLayer, scale: float) -> Tensor:
         ctx.layer, ctx.scale = layer, scale
         ctx.save_for_backward(x, down, up)
-        return layer.once(lambda: _forward(layer, x, down, up, scale))
+        return layer.compute_once(lambda: _forward(layer, x, down, up, scale))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

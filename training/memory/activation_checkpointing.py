@@ -25,16 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ..family import block_of
 from ..network.replace_forward import set_forward
-from ..network.replay import Kept, attention_once
+from ..network.replay import SavedActivations, replay_attention
 from ..user_error import UserError
-from .in_place import autograd_keeping, with_own_inputs
-from .offload import inputs_on_host
+from .in_place import copy_inputs, guard_saved_tensors
+from .offload import offload_inputs
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @contextmanager
-def checkpointed(
+def checkpoint_blocks(
     network: nn.Module, blocks: tuple[str, ...], mode: str, *, copies: bool = False
 ) -> Iterator[None]:
     """Checkpoint every block of `network` whose path matches a glob in `blocks`, in one of `MODES`.
@@ -47,14 +47,14 @@ def checkpointed(
         raise UserError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
     recompute = MODES.get(mode)
     with ExitStack() as undo:
-        undo.enter_context(autograd_keeping(copies=copies))
+        undo.enter_context(guard_saved_tensors(copies=copies))
         for block in repeated_blocks(network, blocks).values():
             if copies:
-                undo.callback(set_forward(block, with_own_inputs(block.forward)))
+                undo.callback(set_forward(block, copy_inputs(block.forward)))
             if recompute is not None:
                 undo.callback(set_forward(block, partial(recompute, block.forward)))
         if recompute is _selective:
-            undo.enter_context(attention_once())
+            undo.enter_context(replay_attention())
         yield
 
 
@@ -69,19 +69,19 @@ def is_block(path: str, blocks: tuple[str, ...]) -> bool:
 
 
 def _block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _computed_again(forward, args, kwargs)
+    return _checkpoint(forward, args, kwargs)
 
 
 def _block_offload(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with inputs_on_host((*args, *kwargs.values())):
-        return _computed_again(forward, args, kwargs)
+    with offload_inputs((*args, *kwargs.values())):
+        return _checkpoint(forward, args, kwargs)
 
 
 def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _computed_again(forward, args, kwargs, context_fn=_selective_contexts)
+    return _checkpoint(forward, args, kwargs, context_fn=_selective_contexts)
 
 
-def _computed_again(
+def _checkpoint(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any
 ) -> Any:
     if not torch.is_grad_enabled():
@@ -97,8 +97,8 @@ def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> 
 
 
 def _selective_contexts() -> Contexts:
-    kept = Kept()
-    return kept.noting(), kept.taking()
+    saved = SavedActivations()
+    return saved.record(), saved.replay()
 
 
 MODES: Mapping[str, Callable[..., Any] | None] = {

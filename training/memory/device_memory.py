@@ -14,7 +14,7 @@ COUNTED = ("cuda", "xpu")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that tensors took on `device` since `forget_peak`; 0 where nobody counts."""
+    """Return the most bytes that tensors took on `device` since `reset_peak`; 0 where nobody counts."""
     if device.type in COUNTED:
         return int(torch.get_device_module(device).max_memory_allocated(device))
     if device.type == "mps":
@@ -22,19 +22,19 @@ def peak_bytes(device: torch.device) -> int:
     return 0
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Let `peak_bytes` count from here on, not since the process began."""
     if device.type in COUNTED:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
-def in_use(device: torch.device) -> int:
+def bytes_in_use(device: torch.device) -> int:
     """Return how many bytes this process's tensors take on `device`; 0 where that is not counted."""
     return int(torch.get_device_module(device).memory_allocated(device)) if device.type in COUNTED else 0
 
 
 @contextmanager
-def limited_to(most: int | None, device: torch.device) -> Iterator[None]:
+def limit_memory(most: int | None, device: torch.device) -> Iterator[None]:
     """Let an allocation fail that would bring the process beyond `most` bytes.
 
     Windows would move to host memory what a card has no room for; every step would take ten times as long.
@@ -74,21 +74,21 @@ def _free_on_host() -> int | None:
     return int(psutil.virtual_memory().available)
 
 
-def peak_of(compute: Callable[[], None], device: torch.device) -> int:
+def measure_peak(compute: Callable[[], None], device: torch.device) -> int:
     """Return the most bytes of tensors that `compute` has on `device` at once, beside those there before."""
     if device.type in COUNTED:
-        wait(device)
-        forget_peak(device)
-        before = in_use(device)
+        synchronize(device)
+        reset_peak(device)
+        before = bytes_in_use(device)
         compute()
-        wait(device)
+        synchronize(device)
         return peak_bytes(device) - before
     with LiveTensors() as live:
         compute()
     return int(live.peak)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Let the device finish what it was given."""
     if device.type in ("cuda", "xpu", "mps"):
         torch.get_device_module(device).synchronize()

@@ -22,7 +22,7 @@ from ..config import AdapterConfig
 from ..model import Batch, Denoiser, HeldBase
 from ..network.frozen_layer import FrozenLayer, LayerSpec
 from ..objective.loss import loss_at
-from .activation_checkpointing import checkpointed, repeated_blocks
+from .activation_checkpointing import checkpoint_blocks, repeated_blocks
 from .offload import is_worth_moving, pinned_size
 from .tensor_counter import LiveTensors, tensors_of
 from .weight_store import UNPLACED
@@ -77,7 +77,7 @@ def estimate_step(
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
         loose = loose_bytes(base)
-        stack.enter_context(untouched(base.module))
+        stack.enter_context(restore_attributes(base.module))
         stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
@@ -87,10 +87,10 @@ def estimate_step(
         stack.enter_context(attach(base.layers, adapters))
         units = denoiser.family.checkpointed
         on_device = "block" if mode == "block-offload" else mode
-        stack.enter_context(checkpointed(base.module, units, on_device, copies=copies))
+        stack.enter_context(checkpoint_blocks(base.module, units, on_device, copies=copies))
         inputs: list[list[int]] = []
         for block in repeated_blocks(base.module, units).values():
-            stack.callback(block.register_forward_pre_hook(_noting(inputs), with_kwargs=True).remove)
+            stack.callback(block.register_forward_pre_hook(_record_inputs(inputs), with_kwargs=True).remove)
         x0 = torch.zeros(batch.latents.shape, device=denoiser.device)
         sigma = torch.full((len(x0),), 0.5, device=denoiser.device)
         # Fake tensors are for one thread; text encoders in training put nodes on two devices into the graph.
@@ -116,7 +116,7 @@ def loose_bytes(base: HeldBase) -> int:
 
 
 @contextmanager
-def untouched(network: nn.Module) -> Iterator[None]:
+def restore_attributes(network: nn.Module) -> Iterator[None]:
     """Restore every module's attributes afterwards: networks may keep tables that they compute once."""
     before = {module: dict(vars(module)) for module in network.modules()}
     try:
@@ -140,7 +140,7 @@ def _fake_weight(
     return lambda wanted, device: fake if wanted == dtype else fake.to(wanted)
 
 
-def _noting(inputs: list[list[int]]) -> Callable[..., None]:
+def _record_inputs(inputs: list[list[int]]) -> Callable[..., None]:
     """Return a hook that appends the bytes of each of a block's inputs that would wait in host memory."""
 
     def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def is_changed_in_place(error: BaseException) -> bool:
 
 
 @contextmanager
-def autograd_keeping(*, copies: bool) -> Iterator[None]:
+def guard_saved_tensors(*, copies: bool) -> Iterator[None]:
     """Let autograd keep copies, or see to it that what it keeps in a block's second pass is not changed.
 
     Where it is, the backward pass raises RuntimeError, as it does where nothing is computed again.
@@ -44,7 +44,7 @@ def autograd_keeping(*, copies: bool) -> Iterator[None]:
         yield
 
 
-def with_own_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+def copy_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a block's `forward` computing with copies of its inputs: a second pass needs them as they were.
 
     In every mode, as gradients otherwise add up in another order.

@@ -216,7 +216,7 @@ HOST_RESERVE = 2 << 30
 
 
 @contextmanager
-def inputs_on_host(inputs: Iterable[Any]) -> Iterator[None]:
+def offload_inputs(inputs: Iterable[Any]) -> Iterator[None]:
     """Let autograd keep those of `inputs` that carry gradients in host memory, of what it saves in here.
 
     Copies are ordered by the device's own stream, so nobody waits for them. Inputs without a gradient (text,

@@ -22,9 +22,9 @@ from ..adapters.build import Adapter, attach
 from ..log import log
 from ..model import Denoiser
 from ..user_error import UserError
-from .activation_checkpointing import checkpointed
+from .activation_checkpointing import checkpoint_blocks
 from .compiling import Compiled, is_compile_error
-from .device_memory import forget_peak, limited_to
+from .device_memory import limit_memory, reset_peak
 from .in_place import CHANGED, is_changed_in_place
 from .offload import PinnedMemory
 from .plan import MemoryPlan
@@ -89,7 +89,7 @@ class Placement:
         """Whether the blocks are compiled; no longer once that has failed."""
         self.copies = False
         """Whether autograd keeps copies; once the network has changed in place what it kept."""
-        self._held = ExitStack()
+        self._resources = ExitStack()
         self._pinned: PinnedMemory | None = None
         """The offloaded base in host memory; it stays while the base is given back."""
         self._compiled = Compiled()
@@ -110,24 +110,24 @@ class Placement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.__exit__(kind, error, trace)
+        self._resources.__exit__(kind, error, trace)
         self._release_host()
 
     @contextmanager
-    def given_back(self) -> Iterator[None]:
+    def give_back(self) -> Iterator[None]:
         """Give the base back to its owner for the duration of the context, as it was; what that takes of the
         device is not counted as the run's.
 
         What was compiled is kept, and so are pinned copies of the base, while the host has memory left.
         """
-        self._held.close()
+        self._resources.close()
         if self._pinned is not None and self._pinned.is_short():
             self._release_host()
         yield
-        forget_peak(self.denoiser.device)
+        reset_peak(self.denoiser.device)
         self.__enter__()
 
-    def retrying(self, compute: Callable[[], T]) -> T:
+    def retry(self, compute: Callable[[], T]) -> T:
         """Return what `compute` does: by the next plan whenever memory runs out, without compiling where that
         fails, and with copies where the network changes what autograd kept.
 
@@ -149,7 +149,7 @@ class Placement:
     def _hold(self) -> None:
         with ExitStack() as held:
             most = self.most if len(self.plans) > 1 or self.hard_limit else None
-            held.enter_context(limited_to(most, self.denoiser.device))
+            held.enter_context(limit_memory(most, self.denoiser.device))
             self._pinned = self._pinned or PinnedMemory(self.plan.offload.host_reserve)
             offload = replace(self.plan.offload, pinned=self._pinned)
             base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, offload))
@@ -158,8 +158,8 @@ class Placement:
             if self.compile:
                 held.enter_context(self._compiled.compile_blocks(base, units))
             mode = self.plan.checkpointing
-            held.enter_context(checkpointed(base.module, units, mode, copies=self.copies))
-            self._held = held.pop_all()
+            held.enter_context(checkpoint_blocks(base.module, units, mode, copies=self.copies))
+            self._resources = held.pop_all()
 
     def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
         """Return what to change before another attempt.

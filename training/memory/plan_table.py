@@ -14,7 +14,7 @@ from ..model import Batch, Denoiser
 from ..network.frozen_layer import LayerSpec
 from ..objective.loss import loss_at
 from ..user_error import UserError
-from .device_memory import peak_of, wait
+from .device_memory import measure_peak, synchronize
 from .placement import Placement, refuse_undifferentiable
 from .plan import RESERVE, Estimate, MemoryPlan, budget_of, gib, make_estimator, plans_that_fit
 from .precision import compute_dtype
@@ -120,14 +120,14 @@ def probe(
             loss_at(denoiser, batch, x0, sigma, torch.ones_like(x0)).backward()  # type: ignore[no-untyped-call]
 
     with Placement(denoiser, adapters, plans, dtype) as placement:
-        peak = placement.retrying(lambda: peak_of(step, denoiser.device))
-        seconds = placement.retrying(lambda: _seconds(step, denoiser.device))
+        peak = placement.retry(lambda: measure_peak(step, denoiser.device))
+        seconds = placement.retry(lambda: _seconds(step, denoiser.device))
         return Probe(placement.plan, peak, seconds)
 
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    wait(device)
+    synchronize(device)
     began = time.perf_counter()
     step()
-    wait(device)
+    synchronize(device)
     return time.perf_counter() - began

@@ -20,7 +20,7 @@ import torch.nn.grad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .replay import is_worth_keeping, once
+from .replay import compute_once, is_worth_saving
 
 Fetch = Callable[[torch.dtype, torch.device], Tensor]
 """fetch(dtype, device) -> the weight as an ordinary tensor, good until the next fetch of any layer."""
@@ -73,8 +73,8 @@ class FrozenLayer:
         self.weight = weight
         self.bias = bias
         self.kind = LAYER_KINDS[spec.kind]
-        self.is_kept = self.kind.input_gradient is not None and is_worth_keeping(spec.shape)
-        """Whether selective checkpointing keeps what it makes."""
+        self.is_saved = self.kind.input_gradient is not None and is_worth_saving(spec.shape)
+        """Whether selective checkpointing saves the output."""
 
     def lend_weight(self, other: FrozenLayer) -> Callable[[], None]:
         """Fetch weight and bias as `other` does; return the function that lets go of both."""
@@ -93,7 +93,7 @@ class FrozenLayer:
         if out_dtype is not None:
             return self.forward(x).to(out_dtype)
         if self.kind.input_gradient is None or not (torch.is_grad_enabled() and x.requires_grad):
-            return self.once(lambda: self.compute(x))
+            return self.compute_once(lambda: self.compute(x))
         return _Frozen.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ class FrozenLayer:
         """Compute `compute(x)` as if axis 1 of its weights were multiplied by 1 + change; a bias is not."""
         return self.kind.scale_columns(compute, x, change, **self.spec.options)
 
-    def once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what `compute`, which makes this layer's output, gives or gave before."""
-        return once(compute) if self.is_kept else compute()
+    def compute_once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `compute`, this layer's output, or the one saved in the block's first pass."""
+        return compute_once(compute) if self.is_saved else compute()
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the layer's output from x; autograd, where it is on, saves the weight."""
@@ -134,7 +134,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLayer) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype, ctx.device = layer, x.shape, x.dtype, x.device
-        return layer.once(lambda: layer.compute(x))
+        return layer.compute_once(lambda: layer.compute(x))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,7 +1,7 @@
-"""Results that a block does not compute again: what selective checkpointing keeps.
+"""Saved activations: the results that a block under selective checkpointing does not compute again.
 
-The block's first pass notes them in the order in which it computes them, its second pass takes them in that
-order. A layer that is not computed again does not fetch its weight either. Compiled blocks keep nothing.
+The block's first pass records them in the order of its computation; its second pass replays them in that
+order. A layer that is replayed does not fetch its weight either. Compiled blocks save nothing.
 """
 
 from __future__ import annotations
@@ -20,78 +20,78 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from .replace_forward import replaced
 
 
-class Kept:
-    """What one block keeps between its two passes."""
+class SavedActivations:
+    """The results of one block that are saved between its two passes."""
 
     def __init__(self) -> None:
         self._results: deque[tuple[Tensor, int]] = deque()
         self._is_second_pass = False
-        self._noting, self._taking = create_selective_checkpoint_contexts(ATTENTION)  # type: ignore[no-untyped-call]
+        self._recording, self._replaying = create_selective_checkpoint_contexts(ATTENTION)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Keep what is computed `once`."""
-        with _used(self):
+    def record(self) -> Iterator[None]:
+        """The first pass: save what goes through `compute_once`."""
+        with _use(self):
             yield
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Do not compute again what was kept."""
+    def replay(self) -> Iterator[None]:
+        """The second pass: return what was saved instead of computing it again."""
         self._is_second_pass = True
-        with _used(self):
+        with _use(self):
             yield
 
-    def once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what `compute` does, or did in the first pass unless it was changed in place since."""
+    def compute_once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `compute`: saved in the first pass, unless it was changed in place since."""
         if self._is_second_pass:
             result, version = self._results.popleft()
             return result if result._version == version else compute()
         result = compute()
-        self._results.append((result.detach(), result._version))  # both share numbers and version
+        self._results.append((result.detach(), result._version))  # detach() shares the version too
         return result
 
-    def attention_once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what `compute`, which autograd sees, does; its kernel does not run in the second pass."""
-        with self._taking if self._is_second_pass else self._noting:
+    def attend_once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Like `compute_once` for attention, which autograd differentiates: only its kernel is replayed."""
+        with self._replaying if self._is_second_pass else self._recording:
             return compute()
 
 
-def once(compute: Callable[[], Tensor]) -> Tensor:
-    """Return what `compute`, which autograd does not see, gives, or gave in the block's first pass."""
+def compute_once(compute: Callable[[], Tensor]) -> Tensor:
+    """Return the result of `compute`, which needs no gradient, or the one saved in the block's first pass."""
     if torch.compiler.is_compiling() or _current is None:
         return compute()
-    return _current.once(compute)
+    return _current.compute_once(compute)
 
 
 @contextmanager
-def attention_once() -> Iterator[None]:
-    """Let PyTorch's attention be computed once in each block that keeps anything.
+def replay_attention() -> Iterator[None]:
+    """Compute PyTorch's attention once in each block that saves anything.
 
-    Found by name and not by a mode, which would see, and hold up, every operation of a block.
+    The function is replaced by name: a dispatch mode would slow down every other operation of the block.
     """
     attention = F.scaled_dot_product_attention
 
-    def attention_or_kept(*args: Any, **kwargs: Any) -> Tensor:
+    def attention_or_saved(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or _current is None:
             return attention(*args, **kwargs)
-        return _current.attention_once(lambda: attention(*args, **kwargs))
+        return _current.attend_once(lambda: attention(*args, **kwargs))
 
-    with replaced(F, "scaled_dot_product_attention", attention_or_kept):
+    with replaced(F, "scaled_dot_product_attention", attention_or_saved):
         yield
 
 
-def is_worth_keeping(shape: tuple[int, ...]) -> bool:
-    """Return whether a product with a weight of `shape` (out, in, *kernel) is.
+def is_worth_saving(shape: tuple[int, ...]) -> bool:
+    """Return whether to save a layer's output instead of recomputing it; `shape` is (out, in, *kernel).
 
-    An element takes `in` operations for each place in the kernel. A layer that makes four elements or more of
-    one, as an MLP's first does, makes half of all that would be kept, and is cheap unless `in` is large.
+    Each output element costs `in` multiplications per place in the kernel. Layers that widen by four or more
+    (the first of an MLP) make half of all activations and are cheap to recompute unless `in` is large.
     """
     outputs, operations = shape[0], math.prod(shape[1:])
     return outputs < 4 * operations or operations >= EXPENSIVE
 
 
 EXPENSIVE = 3072
-"""Operations an element from which on a product is always kept."""
+"""Multiplications per output element from which on an output is always saved."""
 
 
 def _operations(*names: str) -> list[Any]:
@@ -108,14 +108,14 @@ ATTENTION = _operations(
     "_scaled_dot_product_fused_attention_overrideable",
 )
 
-_current: Kept | None = None
+_current: SavedActivations | None = None
 # A plain variable: on CUDA the backward pass recomputes checkpointed blocks in a thread of its own.
 
 
 @contextmanager
-def _used(kept: Kept) -> Iterator[None]:
+def _use(saved: SavedActivations) -> Iterator[None]:
     global _current
-    before, _current = _current, kept
+    before, _current = _current, saved
     try:
         yield
     finally:
