@@ -15,7 +15,7 @@ from graft.training.config import MemoryConfig, TrainConfig
 from graft.training.loop import initial_state, train
 from graft.training.memory.activation_checkpointing import MODES
 from graft.training.memory.device_memory import limit_memory
-from graft.training.memory.placement import is_out_of_memory
+from graft.training.memory.out_of_memory import is_out_of_memory
 from graft.training.memory.plan import candidates
 from graft.training.memory.weight_store import STORES, UNPLACED
 from graft.training.model import OFFLOAD_ALL

@@ -27,27 +27,13 @@ from .compiling import Compiled, is_compile_error
 from .device_memory import limit_memory, reset_peak
 from .in_place import CHANGED, is_changed_in_place
 from .offload import PinnedMemory
+from .out_of_memory import is_out_of_memory
 from .plan import MemoryPlan
 
 NONDETERMINISTIC = "does not have a deterministic implementation"
 """What PyTorch says of a kernel that adds in any order, where it was told to refuse those."""
 
 T = TypeVar("T")
-
-
-OUT_OF_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "cublas_status_alloc_failed",
-    "cublas_status_not_initialized",
-    "cudnn_status_alloc_failed",
-    "allocation_failed",
-    "unable to find an engine to execute this computation",
-)
-"""What allocators say that have no exception of their own: the CPU's, libraries', and older devices'. The
-last is PyTorch's for a convolution: each engine of cuDNN that gets no workspace is skipped without a word
-(pytorch issue 108645)."""
 
 UNDIFFERENTIABLE = (
     CHANGED,
@@ -221,10 +207,3 @@ def refuse_undifferentiable(error: BaseException, name: str) -> None:
             f"{name} cannot be trained: autograd cannot follow the code that this ComfyUI has for its "
             f"network ({error}). Update ComfyUI, or train another model."
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on whichever device."""
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)

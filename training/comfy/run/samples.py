@@ -27,7 +27,7 @@ from ...family import Family
 from ...files.whole_file import whole_file
 from ...log import log
 from ...loop import STOP, OnStep, Progress
-from ...memory.placement import is_out_of_memory
+from ...memory.out_of_memory import is_out_of_memory
 from ...run.execute import States
 from ...state import TrainState
 from ...user_error import UserError
