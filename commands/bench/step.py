@@ -73,7 +73,7 @@ class Bench:
 
         Flux's blocks, which stop gradients, are made differentiable as Graft does it, for all alike.
         """
-        from ...training.comfy.model.differentiable import differentiable
+        from ...training.comfy.model.differentiable import make_differentiable
         from ...training.comfy.versions import training_mode
 
         sigma = torch.full((len(x),), NOISE, device=x.device)
@@ -82,7 +82,7 @@ class Bench:
             noise=x, device=x.device, width=8 * x.shape[-1], height=8 * x.shape[-2], **conditioning
         )
         conds = {name: c.process_cond(len(x), device=x.device, area=None).cond for name, c in found.items()}
-        with training_mode(), differentiable(model.diffusion_model):
+        with training_mode(), make_differentiable(model.diffusion_model):
             denoised: Tensor = model.apply_model(x, sigma, transformer_options={}, **conds)
         return denoised.float().pow(2).mean()
 

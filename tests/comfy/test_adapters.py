@@ -164,7 +164,7 @@ def test_comfyui_modules_compute_the_same_attached_and_patched_by_the_stock_load
     config = adapter_config(method)
     adapters = build_adapters(specs, config)
     plain = compute(network)
-    with weights.held(patcher, network, "net", Store("resident", (), torch.float32, CPU)) as base:
+    with weights.hold_weights(patcher, network, "net", Store("resident", (), torch.float32, CPU)) as base:
         initialize(adapters, 0, base.layers)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

@@ -59,20 +59,20 @@ def test_what_is_free_is_asked_while_nothing_of_the_model_is_on_the_device(monke
     """Text encoders, norms and tables of positions are charged by every plan."""
     denoiser = ComfyDenoiser(tiny("sdxl")(), clip_of("sdxl"))
     monkeypatch.setattr(weights, "held", None)
-    monkeypatch.setattr(device.usage, "free_bytes", lambda device: 5 * GIB)
+    monkeypatch.setattr(device.device_memory, "free_bytes", lambda device: 5 * GIB)
     monkeypatch.setattr(comfy.model_management, "extra_reserved_memory", lambda: 0)
     assert budget_of(denoiser, MemoryConfig()) == 5 * GIB
 
 
 @pytest.mark.parametrize(("name", "free"), [("cuda", 4 * GIB), ("cpu", 5 * GIB)])
 def test_comfyuis_reserve_is_left_free_on_a_card(monkeypatch, name, free):
-    monkeypatch.setattr(device.usage, "free_bytes", lambda device: 5 * GIB)
+    monkeypatch.setattr(device.device_memory, "free_bytes", lambda device: 5 * GIB)
     monkeypatch.setattr(comfy.model_management, "EXTRA_RESERVED_VRAM", 1.0 * GIB)
     assert device.free_bytes(torch.device(name)) == free
 
 
 def test_what_nobody_knows_is_not_reserved_from(monkeypatch):
-    monkeypatch.setattr(device.usage, "free_bytes", lambda device: None)
+    monkeypatch.setattr(device.device_memory, "free_bytes", lambda device: None)
     assert device.free_bytes(CUDA) is None
 
 

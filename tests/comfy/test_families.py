@@ -14,7 +14,7 @@ from graft.tests.support.tiny_models import FILES, SIBLINGS, TINY, state_dict
 from graft.training import rng
 from graft.training.adapters.build import attach, matches, restore_adapters, select
 from graft.training.comfy.model.denoiser import ComfyDenoiser, sdpa
-from graft.training.comfy.model.differentiable import differentiable
+from graft.training.comfy.model.differentiable import make_differentiable
 from graft.training.comfy.versions import training_mode
 from graft.training.config import (
     AdapterConfig,
@@ -212,7 +212,7 @@ def test_a_flux_forward_is_bit_identical_with_gradients_let_through(name):
     with training_mode():  # ComfyUI 0.33's rotary kernel for sampling has no backward and rounds otherwise
         plain = denoiser.denoise(batch.latents, sigma, batch).detach()
     forwards = {path: module.__dict__.get("forward") for path, module in network.named_modules()}
-    with training_mode(), differentiable(network):
+    with training_mode(), make_differentiable(network):
         x = batch.latents.clone().requires_grad_()
         patched = denoiser.denoise(x, sigma, batch)
         patched.square().mean().backward()
@@ -240,7 +240,7 @@ def test_a_flux_gradient_is_the_finite_difference():
             .mean()
         )
 
-    with training_mode(), differentiable(denoiser.network):
+    with training_mode(), make_differentiable(denoiser.network):
         step = torch.zeros((), dtype=torch.float64, requires_grad=True)
         value(step).backward()
         with torch.no_grad():
@@ -251,7 +251,7 @@ def test_a_flux_gradient_is_the_finite_difference():
 def test_flux_blocks_are_restored_after_an_error():
     network = ComfyDenoiser(TINY["flux"]()).network
     before = {path: sorted(vars(module)) for path, module in network.named_modules()}
-    with contextlib.suppress(KeyError), differentiable(network):
+    with contextlib.suppress(KeyError), make_differentiable(network):
         raise KeyError
     assert before == {path: sorted(vars(module)) for path, module in network.named_modules()}
 
@@ -387,7 +387,7 @@ def pretrain(denoiser, tiny, steps):
     for parameter in parameters:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(parameters, lr=2e-3, fused=True)
-    with training_mode(), differentiable(network):
+    with training_mode(), make_differentiable(network):
         for step in range(steps):
             batch = tiny.batch((100 + 2 * step, 101 + 2 * step))
             value = loss(denoiser, batch, ObjectiveConfig(), seed=11, index=step)[0]

@@ -22,7 +22,7 @@ from graft.training.comfy.model.fingerprint import (
     sampling_settings,
     settings,
 )
-from graft.training.comfy.model.weights import numbers_of
+from graft.training.comfy.model.weights import named_numbers
 from graft.training.files import tensor_digest
 from graft.training.files.tensor_digest import sample_digest
 from graft.training.loop import train
@@ -68,7 +68,7 @@ def test_every_number_of_every_weight_counts(name):
     """A LoRA merged into one block, a norm that was trained: none is the old base any more."""
     network = TINY[name]().model.diffusion_model
     fresh, changed = fingerprint(network), []
-    for _, tensor in numbers_of(network):
+    for _, tensor in named_numbers(network):
         with torch.no_grad():
             number = tensor.view(-1)[-1]
             before = number.clone()
@@ -76,7 +76,7 @@ def test_every_number_of_every_weight_counts(name):
             again = clone(network)
             changed.append(fingerprint(again))
             number.copy_(before)
-    assert len({fresh, *changed}) == len(changed) + 1 == len(list(numbers_of(network))) + 1
+    assert len({fresh, *changed}) == len(changed) + 1 == len(list(named_numbers(network))) + 1
 
 
 def clone(network):
@@ -125,7 +125,7 @@ def test_the_same_numbers_are_the_same_base_in_every_version_of_comfyui():
     """Found on 0.3.75 and on 0.33.0: a run goes on after an update."""
     for name, known in IN_EVERY_VERSION.items():
         network = TINY[name]().model.diffusion_model
-        for place, (_, tensor) in enumerate(numbers_of(network)):
+        for place, (_, tensor) in enumerate(named_numbers(network)):
             pattern = torch.arange(tensor.numel(), dtype=torch.float32).add(place).remainder(251)
             tensor.copy_((pattern - 125).div(128).view(tensor.shape))
         assert fingerprint(network) == known, name

@@ -21,7 +21,7 @@ from graft.tests.support import dynamic_vram
 from graft.training.adapters.build import attach, restore_adapters
 from graft.training.comfy.files.trained_lora import with_lora
 from graft.training.comfy.model import weights
-from graft.training.comfy.model.denoiser import ComfyDenoiser, concatenated
+from graft.training.comfy.model.denoiser import ComfyDenoiser, join_conditions
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.loop import initial_state, train
 from graft.training.memory import compiling
@@ -108,7 +108,7 @@ def sampled(patcher):
         comfy.model_management.load_models_gpu([patcher], force_full_load=True)
         denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
         x, sigma = noisy(denoiser, batch)
-        return patcher.model.apply_model(x, sigma, **concatenated(denoiser.conditions(x, batch)))
+        return patcher.model.apply_model(x, sigma, **join_conditions(denoiser.conditions(x, batch)))
 
 
 def noisy(denoiser, batch):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graft.training.family import Family
-from graft.training.memory import device_memory as usage
+from graft.training.memory import device_memory
 from graft.training.memory.quantize import plain
 from graft.training.memory.weight_store import Store
 from graft.training.model import OFFLOAD_ALL, Batch, HeldBase, OffloadOptions
@@ -107,7 +107,7 @@ class TinyDenoiser:
         return known_as == self.fingerprint
 
     def free_bytes(self) -> int | None:
-        return usage.free_bytes(self.device)
+        return device_memory.free_bytes(self.device)
 
     @property
     def specs(self) -> dict[str, LayerSpec]:

@@ -25,7 +25,7 @@ from ...user_error import UserError
 from ..versions import training_mode
 from . import weights
 from .device import free_bytes, supported_dtypes
-from .differentiable import differentiable
+from .differentiable import make_differentiable
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
 from .text_encoders import TextEncoders
 from .unload import unload
@@ -107,7 +107,7 @@ class ComfyDenoiser:
     def hold(
         self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
     ) -> Iterator[HeldBase]:
-        """Own the weights, with the MODEL's own patches applied; see `weights.held` and `memory.store`.
+        """Own the weights, with the MODEL's own patches applied; see `weights.hold_weights`.
 
         Everything ComfyUI has on the device is unloaded first.
         """
@@ -120,11 +120,11 @@ class ComfyDenoiser:
             try:
                 kept = Store(store, self.family.blocks, dtype, self.device, offload=offload)
                 stack.callback(kept.release)
-                base = stack.enter_context(weights.held(self.patcher, self.network, NETWORK, kept))
-                stack.enter_context(differentiable(self.network))
+                base = stack.enter_context(weights.hold_weights(self.patcher, self.network, NETWORK, kept))
+                stack.enter_context(make_differentiable(self.network))
                 stack.enter_context(cancellable(repeated_blocks(self.network, self.family.checkpointed)))
                 if self.text is not None:
-                    text = stack.enter_context(self.text.held(self.device))
+                    text = stack.enter_context(self.text.hold(self.device))
                     base = HeldBase(base.module, {**base.layers, **text})
                 yield base
             finally:
@@ -148,18 +148,18 @@ class ComfyDenoiser:
         comfy.model_management.throw_exception_if_processing_interrupted()
         options = {**self._options, **ONE_PROMPT, ATTENTION: sdpa}
         samples = self.conditions(x_t, batch)
-        groups = together(samples)
+        groups = group_compatible(samples)
         parts = [
             self.model.apply_model(
-                rows(x_t, members),
-                rows(sigma, members),
-                transformer_options={**options, "sigmas": rows(sigma, members)},
-                **concatenated([samples[i] for i in members]),
+                take_rows(x_t, members),
+                take_rows(sigma, members),
+                transformer_options={**options, "sigmas": take_rows(sigma, members)},
+                **join_conditions([samples[i] for i in members]),
             )
             for members in groups
         ]
         order = [i for members in groups for i in members]
-        return rows(torch.cat(parts), sorted(range(len(order)), key=order.__getitem__))
+        return take_rows(torch.cat(parts), sorted(range(len(order)), key=order.__getitem__))
 
     def conditions(self, x_t: Tensor, batch: Batch) -> list[dict[str, Any]]:
         """Return what the model's own `extra_conds` makes of each sample, as comfy.conds objects by name."""
@@ -202,7 +202,7 @@ ONE_PROMPT = {"cond_or_uncond": [0], "uuids": [uuid.uuid4()]}
 """What patches are told of a call, as by comfy/samplers.py, calc_cond_batch: it is of one positive prompt."""
 
 
-def together(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def group_compatible(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Group samples whose conditions ComfyUI would put into one call: captions of one length, say."""
     groups: list[list[int]] = []
     for index, sample in enumerate(conditions):
@@ -216,12 +216,12 @@ def together(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return groups
 
 
-def rows(tensor: Tensor, numbers: list[int]) -> Tensor:
+def take_rows(tensor: Tensor, numbers: list[int]) -> Tensor:
     """Return these rows; `tensor` itself where that is all of them, as no device then waits for an index."""
     return tensor if numbers == list(range(len(tensor))) else tensor[torch.tensor(numbers)]
 
 
-def concatenated(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_conditions(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the conditions of several samples into the arguments of one call."""
     parts = {name: [sample[name] for sample in conditions] for name in conditions[0]}
     return {name: part[0].concat(part[1:]) if len(part) > 1 else part[0].cond for name, part in parts.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ...memory import device_memory as usage
+from ...memory import device_memory
 
 
 def supported_dtypes(model_config: Any, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -32,7 +32,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of `device`, without what ComfyUI leaves to other programs (--reserve-vram); None
     if unknown. Host memory has its own reserve.
     """
-    free = usage.free_bytes(device)
+    free = device_memory.free_bytes(device)
     if free is None or device.type == "cpu":
         return free
     return max(0, free - int(comfy.model_management.extra_reserved_memory()))

@@ -40,7 +40,7 @@ CLIP text encoders. A block of this name without these children is another model
 
 
 @contextmanager
-def differentiable(network: nn.Module) -> Iterator[None]:
+def make_differentiable(network: nn.Module) -> Iterator[None]:
     """Make every known block of `network` differentiable; all is as before on every exit."""
     with ExitStack() as undo:
         for module in network.modules():

@@ -21,7 +21,7 @@ from ...data.hashes import ContentHashes
 from ...files.tensor_digest import SIZE, Known, digest_all, digest_file
 from ..files import paths
 from .unload import is_loaded, unload
-from .weights import is_gguf, numbers_of, ordinary
+from .weights import is_gguf, named_numbers, to_ordinary
 
 SAMPLING = ("multiplier", "shift", "sigma_data", "noise_scale", "audio_shift")
 """Numbers of ComfyUI's `model_sampling` that decide, beside its buffers."""
@@ -39,7 +39,7 @@ def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
         state.update(b"part;")
         found = dict(_values(part, ""))
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        known = known_of(part) if isinstance(part, torch.nn.Module) else {}
+        known = known_digests(part) if isinstance(part, torch.nn.Module) else {}
         with torch.no_grad():
             digests = digest_all(
                 tensors, known, comfy.model_management.throw_exception_if_processing_interrupted
@@ -91,7 +91,7 @@ class FileDigests:
     """The digests of files' tensors, remembered in the cache folder, else computed in the background."""
 
     def __init__(self, *files: Path) -> None:
-        self._found: dict[bytes, bytes] = {}
+        self._known: dict[bytes, bytes] = {}
         self._thread = threading.Thread(target=self._digest, args=(files,), name="graft digests", daemon=True)
         self._thread.start()
 
@@ -103,25 +103,25 @@ class FileDigests:
         while self._thread.is_alive():
             comfy.model_management.throw_exception_if_processing_interrupted()
             self._thread.join(0.1)
-        return self._found
+        return self._known
 
     def _digest(self, files: tuple[Path, ...]) -> None:
         found: dict[bytes, bytes] = {}
         with (
             _one_at_a_time,
             ContentHashes(
-                paths.cache_folder(), "weights", lambda file, check: _packed(digest_file(file))
+                paths.cache_folder(), "weights", lambda file, check: _to_bytes(digest_file(file))
             ) as hashes,
         ):
             for file in files:
                 try:
-                    read = _unpacked(hashes.of(file))
+                    read = _from_bytes(hashes.of(file))
                 except (OSError, ValueError):
                     continue  # whoever loads the file says what is wrong with it
                 found = {
                     key: value for key, value in {**found, **read}.items() if found.get(key, value) == value
                 }
-        self._found = found
+        self._known = found
 
 
 def remember(module: torch.nn.Module | None, files: FileDigests) -> None:
@@ -133,7 +133,7 @@ def remember(module: torch.nn.Module | None, files: FileDigests) -> None:
         _FILES[module] = files
 
 
-def known_of(module: torch.nn.Module) -> Known:
+def known_digests(module: torch.nn.Module) -> Known:
     """Return what is known of the tensors of a module; what is added there stays as long as the module."""
     known = _KNOWN.setdefault(module, {})
     if files := _FILES.pop(module, None):
@@ -176,7 +176,7 @@ def _values(part: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, torch.nn.Module):
-        yield from numbers_of(part)
+        yield from named_numbers(part)
     elif isinstance(part, Mapping):
         for key in sorted(part, key=str):
             yield from _values(part[key], f"{name}.{key}")
@@ -194,9 +194,9 @@ def _earlier_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, torch.nn.Module):
-        packed = {key: ordinary(weight) for key, weight in part.named_parameters() if is_gguf(weight)}
+        quantized = {key: to_ordinary(weight) for key, weight in part.named_parameters() if is_gguf(weight)}
         found = part.state_dict()
-        weights = {**{key: t for key, t in found.items() if not (packed and t.is_meta)}, **packed}
+        weights = {**{key: t for key, t in found.items() if not (quantized and t.is_meta)}, **quantized}
         yield from _earlier_tensors(weights, f"{name}.{type(part).__name__}")
     elif isinstance(part, Mapping):
         for key in sorted(part, key=str):
@@ -210,10 +210,10 @@ def _earlier_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from _earlier_tensors(part.weights, f"{name}.{type(part).__name__}")
 
 
-def _packed(known: Mapping[bytes, bytes]) -> bytes:
+def _to_bytes(known: Mapping[bytes, bytes]) -> bytes:
     return b"".join(sample + digest for sample, digest in known.items())
 
 
-def _unpacked(data: bytes) -> dict[bytes, bytes]:
+def _from_bytes(data: bytes) -> dict[bytes, bytes]:
     pairs = (data[i : i + 2 * SIZE] for i in range(0, len(data), 2 * SIZE))
     return {pair[:SIZE]: pair[SIZE:] for pair in pairs}

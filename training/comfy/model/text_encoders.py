@@ -20,13 +20,13 @@ from ...model import Conditioning
 from ...network.frozen_layer import FrozenLayer, LayerSpec
 from ...user_error import UserError
 from . import weights
-from .differentiable import differentiable
+from .differentiable import make_differentiable
 
 LAYER = re.compile(r"transformer\.text_model\.encoder\.layers\.(\d+)\..+")
 
 
 class TextEncoders:
-    """The CLIP encoders of a ComfyUI CLIP that a family's LoRA may change; as before after every `held`."""
+    """The CLIP encoders of a ComfyUI CLIP that a family's LoRA may change; as before after every `hold`."""
 
     def __init__(self, clip: Any, family: Family) -> None:
         if not family.text_encoders:
@@ -57,19 +57,19 @@ class TextEncoders:
             }
 
     @contextmanager
-    def held(self, device: torch.device) -> Iterator[Mapping[str, FrozenLayer]]:
+    def hold(self, device: torch.device) -> Iterator[Mapping[str, FrozenLayer]]:
         """Own the encoders' weights, in the file's precision; they compute in float32, as for sampling."""
         layers: dict[str, FrozenLayer] = {}
         with ExitStack() as undo:
             undo.enter_context(self._as_sampled())
             for name, encoder in self.encoders.items():
                 store = Store("resident", (), _dtype(encoder), device)
-                base = undo.enter_context(weights.held(self.clip.patcher, encoder, name, store))
+                base = undo.enter_context(weights.hold_weights(self.clip.patcher, encoder, name, store))
                 layers |= {f"{TEXT}{name}.{path}": layer for path, layer in base.layers.items()}
                 for path, module in encoder.named_modules():
                     if path in base.layers and base.layers[path].spec.kind == "embedding":
                         undo.callback(weights.replace(module, "weight", _on(module, device)))
-                undo.enter_context(differentiable(encoder))
+                undo.enter_context(make_differentiable(encoder))
             yield layers
 
     def encode(self, caption: str, cached: Conditioning) -> Conditioning:

@@ -1,9 +1,9 @@
 """The engine owns the base weights during a run.
 
 ComfyUI executes nodes in inference mode, and on NVIDIA its newer versions cast weights into one buffer that
-the next layer overwrites: autograd may keep neither. So during `held` every frozen layer computes through its
-own accessor (`FrozenLayer`), every other parameter is an ordinary tensor on the compute
-device, attention is PyTorch's, and ComfyUI's cast buffers are not on the path. Every exit restores all.
+the next layer overwrites: autograd may keep neither. So during `hold_weights` every frozen layer computes
+through its own accessor (`FrozenLayer`), every other parameter is an ordinary tensor on the compute device,
+attention is PyTorch's, and ComfyUI's cast buffers are not on the path. Every exit restores all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNUSED = ("norm_final.weight",)
 """What networks of older versions own and never compute with: Lumina 2's last norm."""
 
 
-def numbers_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_numbers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the numbers that a module computes with, by name: every parameter and every buffer that its file
     has, rounded as the model has them; of what the file quantized, the parts.
 
@@ -61,14 +61,14 @@ def numbers_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             where = f"{path}.{'weight' if name == 'scale' else name}"
             if tensor is None or name in SCALES or where in UNUSED:
                 continue
-            whole = _as_in_model(ordinary(tensor), module, name)
+            whole = _as_in_model(to_ordinary(tensor), module, name)
             kept = _stored(whole, tensor, module if name == "weight" else None)
             for index, part in enumerate(kept.parts):
                 yield (f"{where}.{index}" if index else where), part
 
 
 @contextmanager
-def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterator[HeldBase]:
+def hold_weights(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterator[HeldBase]:
     """Own the weights of `network`, which is `patcher.model.<prefix>`, keeping them as `store` says.
 
     Patches on the patcher (LoRAs loaded before) apply. Must be entered outside inference mode, with every
@@ -80,7 +80,7 @@ def held(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterato
     with ExitStack() as undo:
         for path, module in network.named_modules():
             found = {**dict(module._parameters), **dict(module._buffers)}
-            weights = {n: _as_in_model(ordinary(t), module, n) for n, t in found.items() if t is not None}
+            weights = {n: _as_in_model(to_ordinary(t), module, n) for n, t in found.items() if t is not None}
             if path in specs:
                 kept = {
                     n: _stored(t, found[n], module if n == "weight" else None) for n, t in weights.items()
@@ -113,7 +113,7 @@ def _layer(
     return FrozenLayer(path, spec, module, weight, lambda dtype, device: bias.to(device, dtype))
 
 
-def ordinary(tensor: Tensor) -> Tensor:
+def to_ordinary(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory that autograd may use: it may not save inference tensors."""
     if is_gguf(tensor):
         tensor = tensor.as_subclass(Tensor)
@@ -167,7 +167,7 @@ def _stored(tensor: Tensor, loaded: Any, module: nn.Module | None) -> StoredWeig
         return _stored_as_comfyui(tensor)
     scale = getattr(module, "scale_weight", None)
     if tensor.dtype in FLOAT8 and scale is not None:
-        return scaled(tensor, ordinary(scale))
+        return scaled(tensor, to_ordinary(scale))
     return plain(tensor)
 
 
@@ -180,7 +180,7 @@ def _stored_as_comfyui(tensor: Any) -> StoredWeight:
         again = kind.__tensor_unflatten__(inner, context, shape, stride)
         return again.dequantize().to(dtype)  # type: ignore[no-any-return]
 
-    return StoredWeight(tuple(ordinary(getattr(tensor, name)) for name in names), dequantize)
+    return StoredWeight(tuple(to_ordinary(getattr(tensor, name)) for name in names), dequantize)
 
 
 def _quantized_bytes(weight: Tensor) -> int | None:
