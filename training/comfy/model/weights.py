@@ -8,8 +8,9 @@ attention is PyTorch's, and ComfyUI's cast buffers are not on the path. Every ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import comfy.lora
@@ -26,6 +27,8 @@ from ...network.frozen_layer import FrozenLayer, LayerSpec
 from ...network.replace_forward import set_forward
 from ..versions import QuantizedTensor
 
+Patch = Callable[..., StoredWeight]
+"""patch(name, weight, later=False) -> a module's weight with the MODEL's patches for it."""
 FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 
 
@@ -69,48 +72,61 @@ def named_numbers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def hold_weights(patcher: Any, network: nn.Module, prefix: str, store: Store) -> Iterator[HeldBase]:
-    """Own the weights of `network`, which is `patcher.model.<prefix>`, keeping them as `store` says.
+    """Own the weights of `network`, which is `patcher.model.<prefix>`, and keep them as `store` says.
 
-    Patches on the patcher (LoRAs loaded before) apply. Must be entered outside inference mode, with every
-    ComfyUI model unloaded, so that the modules hold the plain host weights.
+    Patches on the patcher (LoRAs loaded before) apply. Enter it outside inference mode, with every ComfyUI
+    model unloaded, so that the modules hold the plain host weights.
     """
     assert not torch.is_inference_mode_enabled()
     specs = layer_specs(network, patcher.patches, prefix)
     layers: dict[str, FrozenLayer] = {}
     with ExitStack() as undo:
         for path, module in network.named_modules():
-            found = {**dict(module._parameters), **dict(module._buffers)}
-            weights = {n: _as_in_model(to_ordinary(t), module, n) for n, t in found.items() if t is not None}
+            patch = partial(_apply_patches, patcher.patches, f"{prefix}.{path}")
             if path in specs:
-                kept = {
-                    n: _stored(t, found[n], module if n == "weight" else None) for n, t in weights.items()
-                }
-                later = store.name == UNPLACED
-                kept = {n: _apply_patches(patcher, f"{prefix}.{path}.{n}", p, later) for n, p in kept.items()}
-                layers[path] = _layer(path, specs[path], module, kept, store)
-                undo.callback(set_forward(module, layers[path].forward))
+                layers[path] = _hold_layer(path, specs[path], module, patch, store, undo)
             else:
-                loose = {n: _gguf(t, found[n]) or plain(t) for n, t in weights.items()}
-                loose = {n: _apply_patches(patcher, f"{prefix}.{path}.{n}", p) for n, p in loose.items()}
-                weights = {
-                    n: p.parts[0] if p.is_plain else p.dequantize(store.dtype) for n, p in loose.items()
-                }
-            for name, tensor in weights.items():
-                if path in specs and hasattr(found[name], "tensor_type"):
-                    continue  # networks ask it for its shape
-                own = tensor if path in specs else _resident(tensor, name in module._buffers, store)
-                undo.callback(replace(module, name, own))
+                _hold_loose(module, patch, store, undo)
         yield HeldBase(network, layers)
 
 
-def _layer(
-    path: str, spec: LayerSpec, module: nn.Module, weights: dict[str, StoredWeight], store: Store
+def _hold_layer(
+    path: str, spec: LayerSpec, module: nn.Module, patch: Patch, store: Store, undo: ExitStack
 ) -> FrozenLayer:
-    weight = store.make_fetch(path, spec, weights["weight"])
-    if "bias" not in weights:
-        return FrozenLayer(path, spec, module, weight)
-    bias = weights["bias"].dequantize(store.dtype).to(store.device)
-    return FrozenLayer(path, spec, module, weight, lambda dtype, device: bias.to(device, dtype))
+    """Let a layer that can be adapted compute with the weight and bias that `store` keeps for it."""
+    loaded, tensors = _tensors(module)
+    # What the file quantized stays quantized; patches make it plain, unless each weight is used only once.
+    stored = {n: _stored(t, loaded[n], module if n == "weight" else None) for n, t in tensors.items()}
+    stored = {n: patch(n, weight, later=store.name == UNPLACED) for n, weight in stored.items()}
+    layer = FrozenLayer(path, spec, module, store.make_fetch(path, spec, stored["weight"]))
+    if "bias" in stored:
+        # A bias is small: always on the device.
+        bias = stored["bias"].dequantize(store.dtype).to(store.device)
+        layer.bias = lambda dtype, device: bias.to(device, dtype)
+    undo.callback(set_forward(module, layer.forward))
+    # The module's own tensors compute nothing now, but networks ask them for dtype and device. A GGUF
+    # loader's stay: only they know the shape of what their bytes stand for.
+    for name, tensor in tensors.items():
+        if not is_gguf(loaded[name]):
+            undo.callback(replace(module, name, tensor))
+    return layer
+
+
+def _hold_loose(module: nn.Module, patch: Patch, store: Store, undo: ExitStack) -> None:
+    """Replace the tensors of a norm, or whatever else is no layer, by plain ones on the compute device."""
+    loaded, tensors = _tensors(module)
+    for name, tensor in tensors.items():
+        # The module's own code computes with it, so nothing may stay quantized.
+        weight = patch(name, _gguf(tensor, loaded[name]) or plain(tensor))
+        whole = weight.parts[0] if weight.is_plain else weight.dequantize(store.dtype)
+        undo.callback(replace(module, name, _resident(whole, name in module._buffers, store)))
+
+
+def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a module's own parameters and buffers as the loader left them, and as autograd can use them."""
+    slots = {**module._parameters, **module._buffers}
+    loaded = {name: tensor for name, tensor in slots.items() if tensor is not None}
+    return loaded, {name: _as_in_model(to_ordinary(t), module, name) for name, t in loaded.items()}
 
 
 def to_ordinary(tensor: Tensor) -> Tensor:
@@ -209,15 +225,19 @@ def _gguf_type(loaded: Any) -> str | None:
     return None if kind in ("F32", "F16") else kind
 
 
-def _apply_patches(patcher: Any, key: str, weight: StoredWeight, later: bool = False) -> StoredWeight:
-    """Return the host weight with the incoming MODEL's patches for it, computed now or at each use."""
-    if key not in patcher.patches:
+def _apply_patches(
+    patches: Mapping[str, Any], owner: str, name: str, weight: StoredWeight, *, later: bool = False
+) -> StoredWeight:
+    """Return a module's host weight with the incoming MODEL's patches for it, computed now or at each use."""
+    key = f"{owner}.{name}"
+    if key not in patches:
         return weight
 
     def dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
         whole = weight.dequantize_parts(parts, torch.float32)
+        # ComfyUI adds patches in place: not to the base itself.
         changed = whole.clone() if any(whole is part for part in parts) else whole
-        return comfy.lora.calculate_weight(patcher.patches[key], changed, key).to(dtype)  # type: ignore[no-any-return]
+        return comfy.lora.calculate_weight(patches[key], changed, key).to(dtype)  # type: ignore[no-any-return]
 
     return StoredWeight(weight.parts, dequantize) if later else plain(dequantize(weight.parts, torch.float32))
 
