@@ -58,7 +58,7 @@ def test_fp16_is_refused_for_a_model_that_is_nan_in_it():
 def test_what_is_free_is_asked_while_nothing_of_the_model_is_on_the_device(monkeypatch):
     """Text encoders, norms and tables of positions are charged by every plan."""
     denoiser = ComfyDenoiser(tiny("sdxl")(), clip_of("sdxl"))
-    monkeypatch.setattr(weights, "held", None)
+    monkeypatch.setattr(weights, "hold_weights", None)
     monkeypatch.setattr(device.device_memory, "free_bytes", lambda device: 5 * GIB)
     monkeypatch.setattr(comfy.model_management, "extra_reserved_memory", lambda: 0)
     assert budget_of(denoiser, MemoryConfig()) == 5 * GIB

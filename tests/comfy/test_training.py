@@ -215,7 +215,7 @@ def test_a_patch_is_told_what_it_is_told_in_sampling():
 def test_what_comfyui_changes_only_while_it_runs_a_model_is_refused(patcher, carries):
     bypassed = patcher.clone()
     setattr(bypassed, carries, {"bypass_lora": []})
-    with pytest.raises(ValueError, match="the MODEL carries .*: connect it as it is before that node"):
+    with pytest.raises(ValueError, match="the MODEL carries .* Connect the MODEL from before that node"):
         ComfyDenoiser(bypassed)
 
 

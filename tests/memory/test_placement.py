@@ -107,7 +107,7 @@ def test_a_kernel_that_adds_in_any_order_is_refused_by_name_where_that_is_not_al
 
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(ValueError, match="tiny cannot be trained as --deterministic asks: .*put_"):
+        with pytest.raises(ValueError, match="tiny cannot be trained under --deterministic: .*put_"):
             trained({}, Scattering())
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""What ComfyUI calls things in which version: the one place that knows (0.3.75 to 0.33)."""
+"""Differences between versions of ComfyUI (0.3.75 to 0.33), all in one place."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def running_server() -> Any:
 
 @contextlib.contextmanager
 def training_mode() -> Iterator[None]:
-    """Tell ComfyUI to leave out kernels that have no backward, where it has that switch, take those that it
-    uses nevertheless from plain PyTorch, and leave out cuDNN's attention, whose backward has given NaN
-    (diffusers issue 9768, pytorch pull request 171627).
+    """Use only kernels that have a correct backward pass.
 
-    Where ComfyUI was started with --deterministic, kernels that add in any order are refused, where it only
-    warns: attention has a backward pass that adds in one order, and PyTorch takes it under this alone.
+    Sets ComfyUI's own training switch if it has one, replaces remaining kernels without a backward pass by
+    plain PyTorch, and leaves out cuDNN's attention, whose backward pass has returned NaN (diffusers issue
+    9768, pytorch pull request 171627).
+
+    Under --deterministic, nondeterministic kernels are errors, where ComfyUI only warns: only then does
+    PyTorch choose the deterministic backward pass of attention.
     """
     management: Any = comfy.model_management
     preferred: list[SDPBackend] = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", [])
@@ -49,11 +51,11 @@ def training_mode() -> Iterator[None]:
         undo.callback(torch.backends.cuda.enable_cudnn_sdp, cudnn)
         torch.backends.cuda.enable_cudnn_sdp(False)
         matmul = torch.backends.cuda.matmul
-        if hasattr(matmul, "allow_fp16_accumulation"):  # ComfyUI's --fast: not for gradients
+        if hasattr(matmul, "allow_fp16_accumulation"):  # ComfyUI's --fast; too coarse for gradients
             undo.enter_context(replaced(matmul, "allow_fp16_accumulation", False))
         undo.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warns)
         torch.use_deterministic_algorithms(deterministic)
-        # All memory would be written before it is used, that of copies to and from the host too.
+        # Otherwise PyTorch would fill all new memory first, buffers of copies to and from the host included.
         undo.enter_context(replaced(torch.utils.deterministic, "fill_uninitialized_memory", False))
         if hasattr(management, "in_training"):
             undo.enter_context(replaced(management, "in_training", True))
@@ -63,17 +65,17 @@ def training_mode() -> Iterator[None]:
 
 
 def reset_cast_buffers() -> None:
-    """Free the buffers that newer versions cast weights into, and otherwise free when a node ends."""
+    """Free the buffers that newer versions cast weights into and keep until a node ends."""
     reset = getattr(comfy.model_management, "reset_cast_buffers", None)
     if reset is not None:
         reset()
 
 
 def plain_kernels() -> dict[str, Callable[..., Any]]:
-    """Return the functions of comfy_kitchen that networks call in training, as it has them in plain PyTorch:
-    its operators have no backward. None where ComfyUI does without the package.
+    """Return comfy_kitchen's plain PyTorch versions of the functions that networks call in training.
 
-    Those whose name ends in "_" change their arguments, and no network calls them in training.
+    Its operators have no backward pass. Empty if ComfyUI does without the package. Functions whose name ends
+    in "_" work in place and are not called in training.
     """
     try:
         kitchen = import_module("comfy_kitchen")

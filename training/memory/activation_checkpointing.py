@@ -1,15 +1,15 @@
-"""Gradient checkpointing: recompute a block's activations in the backward pass instead of keeping them.
+"""Gradient checkpointing: recompute a block's activations in the backward pass instead of saving them.
 
-Chen et al. 2016, arXiv:1604.06174. The gradients are the same to the bit in every mode; what differs is how
-much is kept and how much is computed twice:
+Chen et al. 2016, arXiv:1604.06174. Gradients are the same to the bit in every mode; the modes differ in what
+is saved and what is computed twice:
 
-- "none" keeps everything,
-- "selective" keeps a block's input, its attention and what its layers make, and recomputes the rest (norms,
-  modulation, activations, the wide half of an MLP), which is cheap to compute and expensive to keep,
-- "block" keeps a block's input and recomputes all of it,
-- "block-offload" does the same and keeps the input in host memory.
+- "none" saves everything,
+- "selective" saves a block's input, its attention and most outputs of its layers, and recomputes the rest
+  (norms, modulation, activations, the wide half of an MLP), which is cheap to compute and large to save,
+- "block" saves a block's input and recomputes the whole block,
+- "block-offload" does the same, with the input in host memory.
 
-No state of random number generators is kept: networks draw nothing in training, and adapters draw by key.
+No state of a random number generator is saved: networks draw nothing in training, and adapters draw by key.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def checkpoint_blocks(
 ) -> Iterator[None]:
     """Checkpoint every block of `network` whose path matches a glob in `blocks`, in one of `MODES`.
 
-    With `copies`, the network may change in place what autograd keeps; else that is an error in every mode.
-    "auto" keeps everything: whoever knows how much memory there is chooses (`memory.plan`). The blocks'
-    forwards are as before on every exit. Raises UserError for an unknown mode.
+    With `copies`, the network may change saved tensors in place; otherwise that is an error in every mode.
+    "auto" saves everything; `memory.plan` chooses a mode before. Every exit restores the blocks' forwards.
+    Raises UserError for an unknown mode.
     """
     if mode not in ("auto", *MODES):
         raise UserError(f"checkpointing: {mode!r} is unknown; choose one of auto, {', '.join(MODES)}.")
@@ -59,12 +59,12 @@ def checkpoint_blocks(
 
 
 def repeated_blocks(network: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the blocks by path, in the order they were built in: "joint_blocks.*" matches by segments."""
+    """Return path -> block in the network's order; a glob such as "joint_blocks.*" matches by segments."""
     return {path: module for path, module in network.named_modules() if is_block(path, blocks)}
 
 
 def is_block(path: str, blocks: tuple[str, ...]) -> bool:
-    """Return whether a module path is a block's own."""
+    """Return whether a module path is that of a block itself."""
     return block_of(path, blocks) == path
 
 
@@ -107,4 +107,4 @@ MODES: Mapping[str, Callable[..., Any] | None] = {
     "block": _block,
     "block-offload": _block_offload,
 }
-"""How a block computes in each mode, given its own forward; from most kept to least."""
+"""Mode -> how a block computes, given its own forward; from most saved to least."""

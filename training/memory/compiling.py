@@ -1,7 +1,7 @@
-"""torch.compile of the repeated blocks, one at a time: kernels are fused inside a block, and what surrounds
-it (checkpointing, offload of its input, ComfyUI's own patches) stays as it is.
+"""torch.compile of the repeated blocks, one at a time.
 
-Compiled code rounds differently, so it is a setting and never chosen by itself.
+Kernels are fused inside a block; its surroundings (checkpointing, offload of its input, ComfyUI's patches)
+stay as they are. Compiled code rounds differently, so it is a setting and never chosen automatically.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from ..network.replace_forward import set_forward
 from .activation_checkpointing import repeated_blocks
 
 BACKEND = "inductor"
-"""Of torch.compile; it needs a C++ compiler on the CPU and Triton on CUDA."""
+"""Backend of torch.compile; needs a C++ compiler on the CPU and Triton on CUDA."""
 COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
-"""Modules whose exceptions are about compiling."""
+"""Modules whose exceptions mean that compiling failed."""
 
 
 class Compiled:
-    """The compiled blocks of one network; they serve every time it is held.
+    """The compiled blocks of one network, used every time it is held.
 
-    Dynamo drops compiled code when the functions it was traced through are freed. So each module gets the
-    same function every time, and its layer the weight of the current hold.
+    Dynamo drops compiled code when the functions that it traced are freed. So each module gets the same
+    function every time, and its layer borrows the weight of the current hold.
     """
 
     def __init__(self) -> None:
         self._forwards: dict[str, tuple[Callable[..., Any], FrozenLayer | None]] = {}
-        """Module path -> what it computes in place of its class's forward, and its layer."""
+        """Module path -> the forward that replaces its class's, and its layer."""
         self._blocks: dict[str, Callable[..., Any]] = {}
-        """By path."""
+        """Path -> compiled forward."""
 
     @contextmanager
     def compile_blocks(self, base: HeldBase, blocks: tuple[str, ...]) -> Iterator[None]:
-        """Compile every block whose path matches a glob in `blocks`, when it is first used.
+        """Compile every block whose path matches a glob in `blocks`, at its first use.
 
-        Enter it with the adapters attached, the same ones each time. Raises RuntimeError where this Python or
+        Enter it with the adapters attached, the same ones each time. Raises RuntimeError if this Python or
         system cannot compile; `is_compile_error` recognizes that and later failures.
         """
         layers = {layer.module: layer for layer in base.layers.values()}
@@ -59,7 +59,7 @@ class Compiled:
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Return whether compiling failed, rather than what was compiled."""
+    """Return whether compiling failed, not the compiled code."""
     origins = [type(cause).__module__ for cause in _chain(error)]
     return "torch.compile" in str(error) or any(name.startswith(COMPILER) for name in origins)
 
@@ -67,7 +67,7 @@ def is_compile_error(error: BaseException) -> bool:
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `forward` as a function of its own code object.
 
-    torch keeps what it compiled by code object and gives up after a few variants; blocks share theirs.
+    torch caches compiled code by code object and gives up after a few variants; blocks of a class share one.
     """
 
     def compute(*args: Any, **kwargs: Any) -> Any:

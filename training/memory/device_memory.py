@@ -1,4 +1,4 @@
-"""What a device has of memory, and what a run takes of it."""
+"""The memory of a device: what is free, in use, and at most in use; and a limit for this process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from .tensor_counter import LiveTensors
 
 COUNTED = ("cuda", "xpu")
-"""Devices whose allocator counts the bytes that tensors take."""
+"""Devices whose allocator counts the bytes of tensors."""
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that tensors took on `device` since `reset_peak`; 0 where nobody counts."""
+    """Return the peak bytes of tensors on `device` since `reset_peak`; 0 if the device does not count."""
     if device.type in COUNTED:
         return int(torch.get_device_module(device).max_memory_allocated(device))
     if device.type == "mps":
@@ -23,28 +23,28 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` count from here on, not since the process began."""
+    """Start counting `peak_bytes` anew."""
     if device.type in COUNTED:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Return how many bytes this process's tensors take on `device`; 0 where that is not counted."""
+    """Return the bytes of this process's tensors on `device`; 0 if the device does not count."""
     return int(torch.get_device_module(device).memory_allocated(device)) if device.type in COUNTED else 0
 
 
 @contextmanager
 def limit_memory(most: int | None, device: torch.device) -> Iterator[None]:
-    """Let an allocation fail that would bring the process beyond `most` bytes.
+    """Make allocations fail that would take this process above `most` bytes; None sets no limit.
 
-    Windows would move to host memory what a card has no room for; every step would take ten times as long.
-    PyTorch knows no way back to no limit: where there was none, it is all of the card afterwards.
+    Otherwise Windows moves what does not fit on the GPU to host memory, and steps take ten times as long.
+    PyTorch cannot remove a limit: if there was none before, it is the whole GPU afterwards.
     """
     if most is None or device.type != "cuda":
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    # No limit is more than 1 under cudaMallocAsync, which ComfyUI prefers, and is refused when it is set.
+    # Under cudaMallocAsync, ComfyUI's default, an absent limit reads as more than 1, which cannot be set.
     limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)  # from 2.6 on
     before = min(1.0, limit(device))
     torch.cuda.set_per_process_memory_fraction(min(before, most / total), device)
@@ -55,7 +55,7 @@ def limit_memory(most: int | None, device: torch.device) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes tensors could still take on `device`; None where nobody knows."""
+    """Return how many more bytes of tensors fit on `device`; None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
@@ -75,7 +75,7 @@ def _free_on_host() -> int | None:
 
 
 def measure_peak(compute: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes of tensors that `compute` has on `device` at once, beside those there before."""
+    """Return the peak bytes of tensors on `device` during `compute`, without those from before."""
     if device.type in COUNTED:
         synchronize(device)
         reset_peak(device)
@@ -89,6 +89,6 @@ def measure_peak(compute: Callable[[], None], device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the device finish what it was given."""
+    """Wait until the device has finished all its work."""
     if device.type in ("cuda", "xpu", "mps"):
         torch.get_device_module(device).synchronize()

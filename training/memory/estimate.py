@@ -1,8 +1,8 @@
-"""What a step will keep and compute, found without computing it.
+"""Estimate the memory and the operations of a step without computing it.
 
-The model's own forward and backward pass runs on fake tensors, which have shapes and no numbers, with the
-adapters attached and the blocks checkpointed as they will be. Nothing is known of the network but that. Whole
-numbers are real: networks make shapes of them.
+The model's own forward and backward pass runs on fake tensors, which have shapes and no numbers, with
+adapters and checkpointing as in the run. Nothing else about the network needs to be known. Whole numbers are
+real, as networks make shapes of them.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from .weight_store import UNPLACED
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One step of one micro-batch, beyond the weights of base and adapters."""
+    """The memory and operations of one micro-batch, without the weights of base and adapters."""
 
     saved: int
-    """Bytes between the forward and the backward pass."""
+    """Bytes of saved activations between the forward and the backward pass."""
     peak: int
-    """Bytes at the worst moment, gradients included."""
+    """Peak bytes, gradients included."""
     flops: int
-    """Floating-point operations of products, convolutions and attention."""
+    """Floating-point operations of matrix products, convolutions and attention."""
     inputs: Sequence[Sequence[int]] = ()
-    """Bytes of each input, for each block, that "block-offload" moves to host memory."""
+    """Per block, the bytes of each input that "block-offload" moves to host memory."""
     loose: int = 0
-    """Bytes of what the network has beside its layers' weights (norms, biases, positions): not of a step, but
-    on the device by every plan."""
+    """Bytes of parameters that are no layer's weight (norms, biases, positions): not part of a step, but on
+    the device in every plan."""
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that "block-offload" takes for them, in whichever mode this is."""
+        """Bytes of host memory for these inputs under "block-offload", whichever mode this is."""
         return sum(pinned_size(size) for sizes in self.inputs for size in sizes)
 
     def as_block_offload(self) -> StepEstimate:
-        """Return this estimate of "block" as one of "block-offload", one block's inputs at a time."""
+        """Turn an estimate of "block" into one of "block-offload": one block's inputs at a time."""
         moved = [sum(sizes) for sizes in self.inputs]
         peak = self.peak - sum(moved) + max(moved, default=0)
         return replace(self, saved=self.saved - sum(moved), peak=peak)
@@ -68,24 +68,27 @@ def estimate_step(
     *,
     copies: bool = False,
 ) -> StepEstimate:
-    """Return what a step over `batch` takes with adapters on the `adapted` layers, checkpointed by `mode`,
-    and `copies` kept where it changes in place what its backward pass needs.
+    """Estimate a step over `batch` with adapters on the `adapted` layers and checkpointing `mode`.
 
-    Block inputs that "block-offload" moves to host memory are left out, whichever device this is.
-    Raises RuntimeError where shapes depend on floating-point numbers.
+    `copies` is for networks that change saved tensors in place (`in_place.py`). Block inputs that
+    "block-offload" moves to host memory are not counted, on any device. Raises RuntimeError if shapes depend
+    on floating-point numbers.
     """
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
         loose = loose_bytes(base)
         stack.enter_context(restore_attributes(base.module))
+        # A real network counts as fake here, without a copy. That of `comfy/model/outline.py` is fake already
+        # and keeps its own mode: tensors of two modes don't mix.
         stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
-        stack.enter_context(draws(0, 0))  # dropout takes memory
+        stack.enter_context(draws(0, 0))  # dropout masks take memory
         with denoiser.device:
             adapters = build_adapters(adapted, config)
         stack.enter_context(attach(base.layers, adapters))
         units = denoiser.family.checkpointed
+        # Nothing moves between fake devices: "block-offload" is counted as "block" and corrected at the end.
         on_device = "block" if mode == "block-offload" else mode
         stack.enter_context(checkpoint_blocks(base.module, units, on_device, copies=copies))
         inputs: list[list[int]] = []
@@ -93,11 +96,12 @@ def estimate_step(
             stack.callback(block.register_forward_pre_hook(_record_inputs(inputs), with_kwargs=True).remove)
         x0 = torch.zeros(batch.latents.shape, device=denoiser.device)
         sigma = torch.full((len(x0),), 0.5, device=denoiser.device)
-        # Fake tensors are for one thread; text encoders in training put nodes on two devices into the graph.
+        # Fake mode covers one thread, and autograd would use one per device: text encoders may be on another.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         live = stack.enter_context(LiveTensors())
         stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
+        # Whatever is alive between the passes is what autograd saved for the second one.
         saved = live.now
         loss.backward()  # type: ignore[no-untyped-call]
     estimate = StepEstimate(saved, live.peak, live.flops, inputs, loose)
@@ -105,7 +109,7 @@ def estimate_step(
 
 
 def loose_bytes(base: HeldBase) -> int:
-    """Return the bytes of the parameters and buffers of a held network that are no layer's weight."""
+    """Return the bytes of a held network's parameters and buffers that are no layer's weight."""
     layers = {layer.module for layer in base.layers.values()}
     return sum(
         tensor.nbytes
@@ -117,7 +121,7 @@ def loose_bytes(base: HeldBase) -> int:
 
 @contextmanager
 def restore_attributes(network: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes afterwards: networks may keep tables that they compute once."""
+    """Restore every module's attributes on exit: networks may cache tables that they compute once."""
     before = {module: dict(vars(module)) for module in network.modules()}
     try:
         yield
@@ -128,7 +132,7 @@ def restore_attributes(network: nn.Module) -> Iterator[None]:
 
 
 def _mode_of(network: nn.Module) -> FakeTensorMode | None:
-    """Return the mode of a network that is made of fake tensors already; None for a real one."""
+    """Return the mode of a network that already consists of fake tensors; None for a real one."""
     first = next(network.parameters(), None)
     return first.fake_mode if isinstance(first, FakeTensor) else None
 
@@ -141,7 +145,7 @@ def _fake_weight(
 
 
 def _record_inputs(inputs: list[list[int]]) -> Callable[..., None]:
-    """Return a hook that appends the bytes of each of a block's inputs that would wait in host memory."""
+    """Return a hook that appends the bytes of those inputs of a block that would move to host memory."""
 
     def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
@@ -151,29 +155,33 @@ def _record_inputs(inputs: list[list[int]]) -> Callable[..., None]:
 
 
 class _WithNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes whole numbers and masks for real, so that shapes may depend on them: on the length of a
-    caption, say. A mask that comes of fake numbers selects everything, the most that it can keep.
+    """Computes whole numbers and masks for real, so shapes may depend on them, as on a caption's length.
+
+    A mask computed from fake numbers selects everything, which takes the most memory.
     """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].device  # half of all that is dispatched
+            return args[0].device  # a shortcut for half of all dispatched calls
         kwargs = dict(kwargs or {})
+        # Real inputs alone (positions, lengths, masks): compute real outputs.
         if _is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         operation = function.overloadpacket
+        # A mask selects an unknown number of elements: use positions, all of them if the mask is fake.
         if operation in INDEXING:
             args = (args[0], [part for index in args[1] for part in _positions(index)], *args[2:])
+        # `if mask.any()` on fake numbers: take the branch that computes.
         if operation is torch.ops.aten._local_scalar_dense and args[0].dtype == torch.bool:
             return True
         return function(*args, **kwargs)
 
 
 def _is_real(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation is on real masks or whole numbers alone, or makes whole numbers."""
+    """Return whether an operation takes real masks or whole numbers only, or makes whole numbers."""
     tensors = list(tensors_of((*args, *kwargs.values())))
     if not tensors:
         return kwargs.get("dtype") in (torch.bool, torch.int32, torch.int64)
@@ -183,11 +191,11 @@ def _is_real(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 MASK = 4096
-"""Most elements of a text's mask; encoders give it as floating-point numbers too."""
+"""Largest floating-point tensor that counts as a mask of a text; some encoders return such masks."""
 
 
 def _positions(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return an index as it is, and a mask as the index of each element that it selects."""
+    """Return an index as it is, and a mask as the indices of the elements that it selects."""
     if index is None or index.dtype != torch.bool:
         return (index,)
     if not isinstance(index, FakeTensor):

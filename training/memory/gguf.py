@@ -1,7 +1,7 @@
 """Weights of GGUF files: the quantized bytes that a loader hands on, and PyTorch code that dequantizes them.
 
-Layouts: ggml's ggml-common.h and ggml-quants.c. A block is some bytes and stands for 32 numbers (256 for
-the K types); factors are float16. What a file quantized stays as it is while it is trained on.
+Layouts: ggml's ggml-common.h and ggml-quants.c. A block of bytes stands for 32 numbers (256 for the K types);
+factors are float16. Weights stay quantized during training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..user_error import UserError
 from .quantize import StoredWeight
 
 AT_ONCE = 1 << 22
-"""Numbers that are dequantized together: steps on the way there take up to 12 bytes each."""
+"""Numbers dequantized at once; intermediate results take up to 12 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Layout:
 
 
 def gguf_weight(raw: Tensor, kind: str, shape: tuple[int, ...]) -> StoredWeight:
-    """Return the weight of `shape` whose bytes `raw` are of GGUF type `kind`, such as "Q4_K".
+    """Return the weight of `shape` with the bytes `raw` of GGUF type `kind`, such as "Q4_K".
 
-    Raises UserError for types that are not in LAYOUTS.
+    Raises UserError for types missing from LAYOUTS.
     """
     if kind not in LAYOUTS:
         raise UserError(
@@ -146,13 +146,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _looked_up(nibbles: Tensor) -> Tensor:
-    """Return what the four bits of the IQ4 types stand for."""
+    """Return the values that the four bits of the IQ4 types stand for."""
     return _iq4_values(nibbles.device)[nibbles.int()]
 
 
 @cache
 def _iq4_values(device: torch.device) -> Tensor:
-    """Return the sixteen values, which lie closer around 0; the device is waited for while they get there."""
+    """Return the sixteen values, denser around 0; cached, as copying them makes the device wait."""
     values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
     return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -184,4 +184,4 @@ LAYOUTS: Mapping[str, Layout] = {
     "IQ4_NL": Layout(18, _iq4_nl),
     "IQ4_XS": Layout(136, _iq4_xs),
 }
-"""By GGUF's name of the type."""
+"""GGUF's name of a type -> its layout."""

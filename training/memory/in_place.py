@@ -1,8 +1,8 @@
-"""What autograd keeps, where a network goes on to change it in place.
+"""Networks that change saved tensors in place: every such change is noticed, and copies make it harmless.
 
-Networks written for sampling save memory that way. Autograd notices, and refuses. It does not notice in a
-block that is computed again: what the second pass keeps is handed on by torch's checkpoint as it is by then,
-and the gradient is wrong. Here it is seen in every mode, and for such a network autograd can keep copies.
+Networks written for sampling save memory that way. Autograd notices and refuses, except in a recomputed
+block: there torch's checkpoint hands on the tensors as they are by then, and the gradient is wrong. Here the
+change is an error in every checkpointing mode, and such a network can be trained on copies.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from torch.utils import checkpoint
 from ..network.replace_forward import replaced
 
 CHANGED = "modified by an inplace operation"
-"""What autograd says of a tensor that it kept."""
+"""Part of autograd's message about a saved tensor."""
 HOOK = "_recomputation_hook"
-"""What torch's checkpoint calls the hooks of a second pass. They are its own, so they may go one day; then
-nobody notices a change in there."""
+"""Name of torch's private hooks for a second pass. Without them, changes in a second pass go unnoticed."""
 
 
 def is_changed_in_place(error: BaseException) -> bool:
-    """Return whether autograd failed as what it kept had been changed, which copies would prevent."""
+    """Return whether autograd failed because a saved tensor was changed, which copies prevent."""
     return isinstance(error, RuntimeError) and CHANGED in str(error)
 
 
 @contextmanager
 def guard_saved_tensors(*, copies: bool) -> Iterator[None]:
-    """Let autograd keep copies, or see to it that what it keeps in a block's second pass is not changed.
+    """Make autograd save copies, or else make the backward pass raise RuntimeError if a saved tensor changed.
 
-    Where it is, the backward pass raises RuntimeError, as it does where nothing is computed again.
+    Autograd does the latter itself where nothing is recomputed; here it holds in a block's second pass too.
     """
     with ExitStack() as stack:
         if hasattr(checkpoint, HOOK):
@@ -45,9 +44,9 @@ def guard_saved_tensors(*, copies: bool) -> Iterator[None]:
 
 
 def copy_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a block's `forward` computing with copies of its inputs: a second pass needs them as they were.
+    """Return a block's `forward` on copies of its inputs, which a second pass needs unchanged.
 
-    In every mode, as gradients otherwise add up in another order.
+    It is used in every mode, as otherwise gradients would be added up in another order.
     """
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -60,27 +59,27 @@ _Hook: Any = getattr(checkpoint, HOOK, saved_tensors_hooks)
 
 
 class _SecondPass(_Hook):  # type: ignore[misc]
-    """By which torch's checkpoint takes what autograd would keep of a block that is computed again.
+    """torch's hooks that collect the tensors saved in a block's second pass, with copies or a check of them.
 
-    Not hooks inside it: only the innermost ones apply, so the block would be kept twice.
+    A subclass, because of nested hooks only the innermost apply, and the block would be saved twice.
     """
 
     def __init__(self, as_copies: bool, *args: Any) -> None:
         super().__init__(*args)
-        self.taken: list[tuple[Tensor, int]] = []
-        take: Callable[[Tensor], Any] = self.pack_hook  # type: ignore[has-type]
+        self.saved: list[tuple[Tensor, int]] = []
+        save: Callable[[Tensor], Any] = self.pack_hook  # type: ignore[has-type]
 
-        def pack(tensor: Tensor) -> Any:
+        def save_and_note(tensor: Tensor) -> Any:
             tensor = _copy(tensor) if as_copies else tensor
-            self.taken.append((tensor, tensor._version))
-            return take(tensor)
+            self.saved.append((tensor, tensor._version))
+            return save(tensor)
 
-        self.pack_hook = pack
+        self.pack_hook = save_and_note
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
-        taken, self.taken = self.taken, []
-        if any(tensor._version != version for tensor, version in taken):
+        saved, self.saved = self.saved, []
+        if any(tensor._version != version for tensor, version in saved):
             raise RuntimeError(f"a tensor that a block needs for its gradient has been {CHANGED}")
 
 

@@ -1,8 +1,8 @@
-"""What waits in host memory: frozen weights until they are used, block inputs until the backward pass.
+"""Offloading to host memory: frozen weights until they are used, block inputs until the backward pass.
 
-Weights are only ever copied to the device, never back, as nothing changes them. The ring copies on a stream
-of its own, about one block ahead of the computation, in the order that it saw before; where a device has
-no streams (and on the CPU, where there is nowhere to copy to) a fetch is a plain `Tensor.to`.
+Weights are copied to the device and never back, as nothing changes them. The ring copies on a stream of its
+own, about one block ahead of the computation, in the order of earlier steps. On devices without streams, and
+on the CPU, a fetch is a plain `Tensor.to`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .device_memory import free_bytes
 from .quantize import StoredWeight
 
 SMALLEST_INPUT = 1 << 20
-"""Bytes; smaller inputs of a block stay where they are."""
+"""Bytes; smaller inputs of a block stay on the device."""
 
 
 class Copier(Protocol):
-    """Copies one host tensor to a device, now or meanwhile."""
+    """Copies host tensors to a device, possibly beside its computation."""
 
     def begin(self, host: Tensor) -> Any:
         """Start a copy and return a ticket for it."""
@@ -35,15 +35,15 @@ class Copier(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when nothing is copied any more."""
+        """Wait for all copies."""
         ...
 
 
 class StreamCopier:
     """Copies on a stream of its own; for CUDA, ROCm and XPU.
 
-    A copy begins when the device has done what it was given so far. So the memory of weights that were used
-    is free for it, and the program, which runs ahead of the device, takes no more than the ring allows.
+    A copy begins when the device has finished all work queued before it. So it can take the memory of weights
+    used earlier, and the program, which runs ahead of the device, uses no more than the ring allows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,51 +65,56 @@ class StreamCopier:
         return copy  # type: ignore[no-any-return]
 
     def wait(self) -> None:
-        """Return when all copies are done."""
+        """Wait for all copies."""
         self.stream.synchronize()
 
 
 class Ring:
-    """Host tensors that are on the device when they are asked for, if they are asked for in a known order.
+    """Prefetches host tensors to the device, in the order in which they were fetched before.
 
-    Remembers what followed each pair of fetches. Pairs tell computing forwards from backwards; a block that
-    is computed again in the backward pass is told from its first time by the pass that a fetch is made in.
+    The ring remembers the fetch that followed each pair of fetches. A pair tells the forward direction from
+    the backward one; a recomputed block differs from its first pass by the pass (forward or backward) of the
+    fetch.
     """
 
     def __init__(self, copier: Copier, ahead: int) -> None:
         self.copier = copier
         self.ahead = ahead
-        """Bytes that may be on their way before they are asked for."""
+        """Bytes that may be prefetched."""
         self.host: dict[Hashable, Tensor] = {}
         self.follows: dict[tuple[Hashable, Hashable], tuple[Hashable, bool]] = {}
-        """Two fetches -> the one behind them: its key, and whether it is made in a backward pass."""
+        """Two fetches -> the next one: its key, and whether it is in a backward pass."""
         self.on_the_way: dict[Hashable, Any] = {}
         self.before: tuple[Hashable, Hashable] = (None, None)
 
     def add(self, key: Hashable, host: Tensor) -> None:
-        """Hold `host` under a key of its own."""
+        """Add a host tensor under its own key."""
         self.host[key] = host
 
     def clear(self) -> None:
-        """Let go of all tensors."""
+        """Drop all tensors."""
         self.copier.wait()
         self.on_the_way.clear()
         self.host.clear()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def fetch(self, key: Hashable) -> Tensor:
-        """Return the tensor on the device, and start copying what came after it before."""
+        """Return the tensor on the device, and start copying those that followed it before."""
         ticket = self.on_the_way.pop(key, None)
+        # Not prefetched: the order has changed, so the other copies on their way are not needed next either.
         if ticket is None:
-            self.on_the_way.clear()  # the order is another one
+            self.on_the_way.clear()
             ticket = self.copier.begin(self.host[key])
+        # Learn from every fetch: if the order changes, the next step already prefetches in the new one.
         this = (key, in_backward_pass())
         self.follows[self.before] = this
         self.before = (self.before[1], this)
-        self._look_ahead()
+        # Start the next copies before waiting for this one, so that the stream is never idle.
+        self._prefetch()
         return self.copier.finish(ticket)
 
-    def _look_ahead(self) -> None:
+    def _prefetch(self) -> None:
+        """Start copying the tensors that followed the last two fetches before, up to `ahead` bytes."""
         pair, left = self.before, self.ahead
         for _ in range(len(self.host)):
             following = self.follows.get(pair)
@@ -125,7 +130,7 @@ class Ring:
 
 
 def in_backward_pass() -> bool:
-    """Return whether autograd is at work, as torch's own checkpointing asks it."""
+    """Return whether this is a backward pass; torch's own checkpointing asks in the same way."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -135,25 +140,26 @@ def has_streams(device: torch.device) -> bool:
 
 
 class PinnedMemory:
-    """Host memory that a device can read while it computes.
+    """Pinned host memory, which a device can read while it computes.
 
-    PyTorch rounds every request up to a power of two, so tensors share pieces of that size. Where the host
-    has no more than `host_reserve` of it, they stay where they are, and the program waits for every copy.
+    PyTorch rounds every request up to a power of two, so tensors share pieces of that size. When no more than
+    `host_reserve` of host memory is free, the rest stays unpinned, and the program waits for every copy of
+    it.
     """
 
     def __init__(self, host_reserve: int = 0) -> None:
         self.host_reserve = HOST_RESERVE + host_reserve
         """Bytes."""
         self.pieces: list[Tensor] = []
-        """What is left of each piece, as bytes."""
+        """The unused part of each piece, as bytes."""
         self.weights: dict[str, StoredWeight] = {}
-        """Layer -> its pinned weight, for the next time the same base is held."""
+        """Layer -> its pinned weight, for the next hold of the same base."""
         self.taken = 0
         """Bytes."""
         self.is_full = False
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy of a host tensor, or the tensor itself where none is left."""
+        """Return a pinned copy of a host tensor, or the tensor itself if no pinned memory is left."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         index = next((i for i, piece in enumerate(self.pieces) if len(piece) >= size), len(self.pieces))
         if index == len(self.pieces) and not self._grow(max(pinned_size(size), PIECE)):
@@ -171,23 +177,23 @@ class PinnedMemory:
             if free is not None and free < size + self.host_reserve:
                 raise MemoryError(f"{free / 2**30:.1f} GiB are free")
             self.pieces.append(pinned_bytes(size))
-        except (RuntimeError, MemoryError) as error:  # systems set limits of their own
+        except (RuntimeError, MemoryError) as error:  # the system may have a limit of its own
             self.is_full = True
             log.warning(
-                "only %.1f GiB of the base fit into pinned host memory (%s); copying the rest holds "
-                "every step up. Set base to 'fp8' in Memory Settings, which copies nothing, or use a file in "
-                "fp8, which copies half.",
+                "only %.1f GiB of the base fit into pinned host memory (%s); copying the rest slows down "
+                "every step. Set base to 'fp8' in Memory Settings, which copies nothing, or use an fp8 file, "
+                "which copies half.",
                 *(self.taken / 2**30, error),
             )
         return not self.is_full
 
     def is_short(self) -> bool:
-        """Return whether the host has less memory left than is never pinned."""
+        """Return whether less host memory is free than the reserve."""
         free = free_bytes(torch.device("cpu"))
         return free is not None and free < HOST_RESERVE
 
     def release(self) -> None:
-        """Give all of it back to the system; no tensor in it may be in use."""
+        """Give everything back to the system; its tensors must no longer be in use."""
         self.pieces.clear()
         self.weights.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)
@@ -196,31 +202,31 @@ class PinnedMemory:
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Return (size,) uint8. Raises RuntimeError where the system refuses."""
+    """Return (size,) uint8 in pinned memory. Raises RuntimeError if the system refuses."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def pinned_size(size: int) -> int:
-    """Return how many bytes PyTorch takes for so many."""
+    """Return how many bytes PyTorch pins for a request of `size`."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 PIECE = 1 << 29
-"""Bytes of pinned memory that are asked for at once."""
+"""Bytes of pinned memory requested at once."""
 
 ALIGNMENT = 256
-"""Bytes, as kernels like it."""
+"""Bytes; kernels run best on tensors aligned so."""
 
 HOST_RESERVE = 2 << 30
-"""Bytes of host memory that are never pinned: without any, the system ends programs."""
+"""Bytes of host memory that are never pinned: with none free, the system kills programs."""
 
 
 @contextmanager
 def offload_inputs(inputs: Iterable[Any]) -> Iterator[None]:
-    """Let autograd keep those of `inputs` that carry gradients in host memory, of what it saves in here.
+    """Make autograd save those of `inputs` that need gradients in host memory.
 
-    Copies are ordered by the device's own stream, so nobody waits for them. Inputs without a gradient (text,
-    positions) are the same for every block and stay; so does what is in host memory already.
+    The device's own stream orders the copies, so the program waits for none. Inputs without a gradient (text,
+    positions) are shared by all blocks and stay on the device.
     """
     tensors = [t for t in inputs if isinstance(t, Tensor) and t.device.type != "cpu" and is_worth_moving(t)]
     moved = {t.untyped_storage().data_ptr(): t for t in tensors}
@@ -240,7 +246,7 @@ def offload_inputs(inputs: Iterable[Any]) -> Iterator[None]:
         with saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        moved.clear()  # what is saved keeps `pack`, and with it the inputs themselves
+        moved.clear()  # autograd keeps `pack` alive, and it would keep the inputs
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:
@@ -252,5 +258,5 @@ def _host_buffer(tensor: Tensor) -> Tensor:
 
 
 def is_worth_moving(tensor: Tensor) -> bool:
-    """Return whether a block's input waits in host memory, where that is another memory."""
+    """Return whether "block-offload" moves a block's input to host memory."""
     return tensor.requires_grad and tensor.nbytes >= SMALLEST_INPUT

@@ -1,9 +1,9 @@
-"""The base as a run holds it: by one plan of a list, and by the next one when memory runs out.
+"""A run's hold of the base: by one memory plan of a list, and by the next one when memory runs out.
 
 A step that ran out of memory is computed again by the next plan. Plans of one list only move data or compute
-it twice, so the run ends in the state that a larger device would have given, bit for bit where kernels add in
-one order. Where compiling fails, the run goes on without; where the network changes in place what its
-backward pass needs, with copies. A network that autograd cannot follow at all is refused by name.
+it twice, so the result is that of a larger device, bit for bit if kernels are deterministic. If compiling
+fails, the run goes on without it; if the network changes saved tensors in place, with copies. A network that
+autograd cannot differentiate is refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .out_of_memory import is_out_of_memory
 from .plan import MemoryPlan
 
 NONDETERMINISTIC = "does not have a deterministic implementation"
-"""What PyTorch says of a kernel that adds in any order, where it was told to refuse those."""
+"""Part of PyTorch's message about a nondeterministic kernel in deterministic mode."""
 
 T = TypeVar("T")
 
@@ -44,11 +44,11 @@ UNDIFFERENTIABLE = (
     "does not require grad and does not have a grad_fn",
     "inference tensors cannot be saved for backward",
 )
-"""What autograd says of code that it cannot follow: changes in place, operators without a backward pass."""
+"""Autograd's messages about code it cannot differentiate: changes in place, operators without a backward."""
 
 
 class Placement:
-    """Holds the base and the adapters on it while it is entered."""
+    """Context manager that holds the base with the adapters attached."""
 
     def __init__(
         self,
@@ -61,23 +61,23 @@ class Placement:
         hard_limit: bool = False,
         compile: bool = False,
     ) -> None:
-        """Limit this process to `most` bytes of the device, as long as there is a plan that takes less; with
-        `hard_limit`, under the last plan too.
+        """Take the plans in order. The process may use `most` bytes of the device; under the last plan this
+        limit holds only with `hard_limit`.
         """
         self.denoiser = denoiser
         self.adapters = adapters
         self.plans = list(plans)
-        """What is left to try; the first one holds."""
+        """The plans left to try; the first is in use."""
         self.dtype = dtype
         self.most = most
         self.hard_limit = hard_limit
         self.compile = compile
-        """Whether the blocks are compiled; no longer once that has failed."""
+        """Whether to compile the blocks; False once that has failed."""
         self.copies = False
-        """Whether autograd keeps copies; once the network has changed in place what it kept."""
+        """Whether autograd saves copies; True once the network has changed a saved tensor in place."""
         self._resources = ExitStack()
         self._pinned: PinnedMemory | None = None
-        """The offloaded base in host memory; it stays while the base is given back."""
+        """The offloaded base in pinned host memory; it stays during `give_back`."""
         self._compiled = Compiled()
 
     @property
@@ -101,10 +101,10 @@ class Placement:
 
     @contextmanager
     def give_back(self) -> Iterator[None]:
-        """Give the base back to its owner for the duration of the context, as it was; what that takes of the
-        device is not counted as the run's.
+        """Give the base back to its owner during the context, as it was. Memory used there does not count as
+        the run's.
 
-        What was compiled is kept, and so are pinned copies of the base, while the host has memory left.
+        Compiled code stays, and so do pinned copies of the base unless host memory is short.
         """
         self._resources.close()
         if self._pinned is not None and self._pinned.is_short():
@@ -114,18 +114,18 @@ class Placement:
         self.__enter__()
 
     def retry(self, compute: Callable[[], T]) -> T:
-        """Return what `compute` does: by the next plan whenever memory runs out, without compiling where that
-        fails, and with copies where the network changes what autograd kept.
+        """Return the result of `compute`, called again with a remedy if it fails: the next plan if memory
+        runs out, no compiling if that fails, copies if the network changes saved tensors.
 
-        Gradients that an attempt left are dropped. Raises UserError when there is no other plan, and for a
-        network that has no backward pass.
+        Gradients of failed attempts are dropped. Raises UserError if no plan is left or the network has no
+        backward pass.
         """
         while True:
             try:
                 return compute()
             except (RuntimeError, MemoryError) as error:
                 remedy = self._remedy(error)
-            # Outside the handler: what failed is not kept alive by its traceback.
+            # Outside the handler, where the traceback no longer keeps the failed step's tensors alive.
             for adapter in self.adapters.values():
                 adapter.zero_grad()
             self.__exit__(None, None, None)
@@ -148,10 +148,10 @@ class Placement:
             self._resources = held.pop_all()
 
     def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
-        """Return what to change before another attempt.
+        """Return the change to make before the next attempt.
 
-        Raises `error` where nothing helps, and UserError if memory ran out and there is no plan left, or
-        the network cannot be differentiated or not be computed twice.
+        Raises `error` if there is none, and UserError if memory ran out under the last plan, or the network
+        cannot be differentiated or recomputed.
         """
         if self.compile and is_compile_error(error):
             log.warning("torch.compile failed; training goes on without it, slower. %s", error)
@@ -161,22 +161,22 @@ class Placement:
         refuse_undifferentiable(error, self.denoiser.family.name)
         if NONDETERMINISTIC in str(error):
             raise UserError(
-                f"{self.denoiser.family.name} cannot be trained as --deterministic asks: its network has a "
-                f"kernel that adds in any order ({error}). Start ComfyUI without --deterministic."
+                f"{self.denoiser.family.name} cannot be trained under --deterministic: its network has a "
+                f"nondeterministic kernel ({error}). Start ComfyUI without --deterministic."
             ) from error
         if isinstance(error, CheckpointError):
             raise UserError(
-                f"{self.denoiser.family.name} computed a block in another way the second time: a node before "
-                "Train Steps makes it draw at random, as HyperTile does. Bypass that node, or set "
-                "checkpointing in Memory Settings to 'none'."
+                f"{self.denoiser.family.name} computed a block differently the second time: a node before "
+                "Train Steps makes it random, as HyperTile does. Bypass that node, or set checkpointing in "
+                "Memory Settings to 'none'."
             ) from error
         if not is_out_of_memory(error):
             raise error
         if len(self.plans) == 1:
             more = ", raise budget gb" if self.hard_limit else ""
             raise UserError(
-                f"memory ran out with {self.plan}, which needs least of what the settings allow. In Memory "
-                f"Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'{more}; or train "
+                f"memory ran out with {self.plan}, the smallest plan that the settings allow. In Memory "
+                f"Settings set checkpointing and base to 'auto', or base to 'fp8' or 'nf4'{more}; or use "
                 "smaller images, a smaller batch or a lower rank."
             ) from error
         return self._drop_plan
@@ -191,7 +191,7 @@ class Placement:
 
     def _keep_copies(self) -> None:
         self.copies = True
-        log.info("the network changes in place what its backward pass needs, so copies are kept.")
+        log.info("the network changes saved tensors in place; going on with copies of them.")
 
     def _drop_plan(self) -> None:
         self._release_host()
@@ -201,9 +201,9 @@ class Placement:
 
 
 def refuse_undifferentiable(error: BaseException, name: str) -> None:
-    """Raise UserError where `error` is that autograd could not follow the network of family `name`."""
-    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in UNDIFFERENTIABLE):
+    """Raise UserError if `error` means that autograd cannot differentiate the network of family `name`."""
+    if isinstance(error, RuntimeError) and any(message in str(error).lower() for message in UNDIFFERENTIABLE):
         raise UserError(
-            f"{name} cannot be trained: autograd cannot follow the code that this ComfyUI has for its "
-            f"network ({error}). Update ComfyUI, or train another model."
+            f"{name} cannot be trained: autograd cannot differentiate this ComfyUI's code for its network "
+            f"({error}). Update ComfyUI, or train another model."
         ) from error

@@ -1,4 +1,4 @@
-"""A ComfyUI MODEL as the engine's Denoiser: the same classes and the same call that sample also train."""
+"""A ComfyUI MODEL as the engine's Denoiser: training runs the same classes and the same call as sampling."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LATENTS = {
     2: ("batch", "channels", "height", "width"),
     3: ("batch", "channels", "frames", "height", "width"),
 }
-"""By the `latent_dimensions` of ComfyUI's latent format: of sound and shapes, of images, of video."""
+"""`latent_dimensions` of ComfyUI's latent format -> axes of a batch: sound and shapes, images, video."""
 
 
 class ComfyDenoiser:
-    """Trains what a ModelPatcher holds; the patcher and its model are as before after every `hold`."""
+    """The model in a ModelPatcher, ready for training. Every `hold` leaves patcher and model as they were."""
 
     def __init__(self, patcher: Any, clip: Any = None) -> None:
-        """Take a MODEL, and a CLIP where its text encoders are trained too."""
+        """Take a MODEL, and a CLIP if its text encoders are trained too."""
         require_plain(patcher, "MODEL")
         self.patcher = patcher
         self.model = patcher.model
@@ -86,17 +86,17 @@ class ComfyDenoiser:
         )
 
     def _parts(self, *sampling: Any) -> tuple[Any, ...]:
-        """Return what decides what the model computes: its weights, their patches, and its `sampling`."""
+        """Return everything that decides the model's output: weights, their patches, and its `sampling`."""
         text = (self.text.model, self.text.clip.patcher.patches) if self.text else ()
         return (self.network, self.patcher.patches, *sampling, *text)
 
-    def _with_options(self, found: str) -> str:
+    def _with_options(self, base: str) -> str:
         options = {name: value for name, value in self._options.items() if name != ATTENTION}
-        return digest(found, *settings(options)) if options else found
+        return digest(base, *settings(options)) if options else base
 
     @property
     def _options(self) -> Mapping[str, Any]:
-        """What nodes have patched into the network, as FreeU does."""
+        """Patches that nodes such as FreeU have put into the network."""
         return self.patcher.model_options.get("transformer_options", {})  # type: ignore[no-any-return]
 
     @property
@@ -111,35 +111,41 @@ class ComfyDenoiser:
 
         Everything ComfyUI has on the device is unloaded first.
         """
+        # Weights are taken at rest, in host memory; a loaded model may have LoRAs merged into them.
         unload(*self._patchers)
         with ExitStack() as stack:
             stack.enter_context(training_mode())
+            # ComfyUI applies object patches only while a model is loaded. Compiled ones rename their weights.
             objects = {name: uncompiled(value) for name, value in self.patcher.object_patches.items()}
             for name, value in {**objects, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
-                kept = Store(store, self.family.blocks, dtype, self.device, offload=offload)
-                stack.callback(kept.release)
-                base = stack.enter_context(weights.hold_weights(self.patcher, self.network, NETWORK, kept))
+                weight_store = Store(store, self.family.blocks, dtype, self.device, offload=offload)
+                stack.callback(weight_store.release)
+                base = stack.enter_context(
+                    weights.hold_weights(self.patcher, self.network, NETWORK, weight_store)
+                )
                 stack.enter_context(make_differentiable(self.network))
                 stack.enter_context(cancellable(repeated_blocks(self.network, self.family.checkpointed)))
+                # Adapters see one mapping of layers; the text encoders' paths begin with `family.TEXT`.
                 if self.text is not None:
                     text = stack.enter_context(self.text.hold(self.device))
                     base = HeldBase(base.module, {**base.layers, **text})
                 yield base
             finally:
+                # Restore everything first: only then is the run's memory free to give back.
                 stack.close()
                 comfy.model_management.soft_empty_cache()
 
     def scale_latents(self, latents: Tensor) -> Tensor:
-        """Return them as the model's own latent format scales them.
+        """Return the latents as the model's own latent format scales them.
 
-        Raises UserError for those of another kind of VAE: without the frames that this model takes, say.
+        Raises UserError for latents of another kind of VAE, such as images for a video model.
         """
-        kind = LATENTS[self.model.latent_format.latent_dimensions]
-        if latents.ndim != len(kind):
+        axes = LATENTS[self.model.latent_format.latent_dimensions]
+        if latents.ndim != len(axes):
             raise UserError(
-                f"{self.family.name} takes latents of ({', '.join(kind)}), but these have the shape "
+                f"{self.family.name} takes latents of ({', '.join(axes)}), but these have the shape "
                 f"{tuple(latents.shape)}: encode the dataset with the VAE that belongs to the model."
             )
         return self.model.process_latent_in(latents)  # type: ignore[no-any-return]
@@ -148,6 +154,7 @@ class ComfyDenoiser:
         comfy.model_management.throw_exception_if_processing_interrupted()
         options = {**self._options, **ONE_PROMPT, ATTENTION: sdpa}
         samples = self.conditions(x_t, batch)
+        # One call for each group that ComfyUI could batch as well: captions of one length, say.
         groups = group_compatible(samples)
         parts = [
             self.model.apply_model(
@@ -158,11 +165,12 @@ class ComfyDenoiser:
             )
             for members in groups
         ]
+        # Results come in the order of the groups: put them back into the batch's own order.
         order = [i for members in groups for i in members]
         return take_rows(torch.cat(parts), sorted(range(len(order)), key=order.__getitem__))
 
     def conditions(self, x_t: Tensor, batch: Batch) -> list[dict[str, Any]]:
-        """Return what the model's own `extra_conds` makes of each sample, as comfy.conds objects by name."""
+        """Return each sample's conditions from the model's own `extra_conds`: name -> comfy.conds object."""
         extras = batch.extras or ({},) * len(x_t)
         texts = self._conditioning(batch)
         samples = [self._extra_conds(x_t[i : i + 1], c, extras[i]) for i, c in enumerate(texts)]
@@ -172,13 +180,13 @@ class ComfyDenoiser:
         ]
 
     def _conditioning(self, batch: Batch) -> Sequence[Conditioning]:
-        """Return the cached conditioning, or what text encoders in training make of the captions now."""
+        """Return the cached conditioning, or new ones while text encoders are trained, each caption once."""
         if self.text is None or not batch.captions:
             return batch.conditioning
-        made: dict[str, Conditioning] = {}
+        encoded: dict[str, Conditioning] = {}
         for caption, cached in zip(batch.captions, batch.conditioning, strict=True):
-            made[caption] = made.get(caption) or self.text.encode(caption, cached)
-        return [made[caption] for caption in batch.captions]
+            encoded[caption] = encoded.get(caption) or self.text.encode(caption, cached)
+        return [encoded[caption] for caption in batch.captions]
 
     def _extra_conds(
         self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]
@@ -199,11 +207,11 @@ class ComfyDenoiser:
 
 
 ONE_PROMPT = {"cond_or_uncond": [0], "uuids": [uuid.uuid4()]}
-"""What patches are told of a call, as by comfy/samplers.py, calc_cond_batch: it is of one positive prompt."""
+"""Tells patches that a call is for one positive prompt (comfy/samplers.py, calc_cond_batch)."""
 
 
 def group_compatible(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Group samples whose conditions ComfyUI would put into one call: captions of one length, say."""
+    """Group the indices of samples that ComfyUI could put into one call, such as captions of one length."""
     groups: list[list[int]] = []
     for index, sample in enumerate(conditions):
         for group in groups:
@@ -216,9 +224,9 @@ def group_compatible(conditions: Sequence[Mapping[str, Any]]) -> list[list[int]]
     return groups
 
 
-def take_rows(tensor: Tensor, numbers: list[int]) -> Tensor:
-    """Return these rows; `tensor` itself where that is all of them, as no device then waits for an index."""
-    return tensor if numbers == list(range(len(tensor))) else tensor[torch.tensor(numbers)]
+def take_rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Return these rows, or `tensor` itself if they are all: copying an index would make the device wait."""
+    return tensor if rows == list(range(len(tensor))) else tensor[torch.tensor(rows)]
 
 
 def join_conditions(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,8 +243,8 @@ def require_plain(patcher: Any, what: str) -> None:
     if names:
         raise UserError(
             f"the {what} carries {', '.join(map(str, names))}, which ComfyUI applies only while it runs the "
-            f"{what} itself: connect it as it is before that node; a LoRA by Load LoRA, not by its bypass or "
-            "hook variants."
+            f"{what} itself. Connect the {what} from before that node, and load LoRAs with Load LoRA, not "
+            "with its bypass or hook variants."
         )
 
 
@@ -258,17 +266,17 @@ def cancellable(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def uncompiled(value: Any) -> Any:
-    """Return what torch.compile was given, where that is a module: it names its weights otherwise."""
+    """Return the original of a compiled module, whose weights have their own names, or `value` itself."""
     return getattr(value, "_orig_mod", value)
 
 
 def sdpa(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute attention by PyTorch's kernel, whatever ComfyUI was told: sage and flash have no backward."""
+    """Compute attention with PyTorch's kernel: ComfyUI's sage and flash have no backward pass."""
     return comfy.ldm.modules.attention.attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _set_attribute(model: Any, path: str, value: Any) -> Any:
-    """Set `model.<path>`; return the function that restores it, leaving no attribute that was new."""
+    """Set `model.<path>` and return the function that restores it; an attribute that was new is removed."""
     *parents, name = path.split(".")
     owner = comfy.utils.get_attr(model, ".".join(parents)) if parents else model
     slots = [owner.__dict__, owner._modules, owner._parameters, owner._buffers]

@@ -1,4 +1,4 @@
-"""What ComfyUI knows of a compute device: the dtypes to use there, and the memory that is free."""
+"""What ComfyUI knows about a compute device: which dtypes to use there, and how much memory is free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...memory import device_memory
 
 
 def supported_dtypes(model_config: Any, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that a model can be computed in, first the one to choose on `device`.
+    """Return the dtypes that a model can be computed in, the best one for `device` first.
 
-    On a GPU that is bf16 where ComfyUI uses it (older GPUs emulate it), else fp16 if ComfyUI uses that there
-    and the model's configuration lists it: some models overflow in fp16. Otherwise it is float32.
+    On a GPU the best is bf16 if ComfyUI uses it there (older GPUs emulate it), else fp16 if ComfyUI uses it
+    and the model's configuration lists it (some models overflow in fp16), else float32.
     """
     management: Any = comfy.model_management
     listed = getattr(model_config, "supported_inference_dtypes", (torch.float16,))
@@ -29,7 +29,7 @@ def supported_dtypes(model_config: Any, device: torch.device) -> tuple[torch.dty
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of `device`, without what ComfyUI leaves to other programs (--reserve-vram); None
+    """Return the free bytes of `device`, less what ComfyUI reserves for other programs (--reserve-vram); None
     if unknown. Host memory has its own reserve.
     """
     free = device_memory.free_bytes(device)

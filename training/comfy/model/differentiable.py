@@ -1,8 +1,8 @@
-"""Let gradients through networks whose code was written for sampling only, for the duration of a run.
+"""Make networks whose code was written for sampling differentiable, for the duration of a run.
 
-ComfyUI's Flux blocks add to their residual stream in place, after a norm has kept it for the backward pass.
-The code is theirs and stays theirs: here the readers of the stream get a copy of it, which is what an
-out-of-place addition would have made, so the forward pass is the same to the bit.
+ComfyUI's Flux blocks add to their residual stream in place after a norm has saved it for the backward pass.
+The code stays ComfyUI's: the readers of the stream get a copy of it, as an out-of-place addition would have
+made one, so the forward pass is the same to the bit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ...network.replace_forward import set_forward
 
 @dataclass(frozen=True)
 class InPlaceBlock:
-    """A block that changes its inputs."""
+    """A kind of block that changes its inputs in place."""
 
     streams: tuple[str, ...]
     """Arguments that it adds to, in the order of its signature."""
     readers: tuple[str, ...]
-    """Children that keep a stream for the backward pass while the block goes on adding to it."""
+    """Children that save a stream for the backward pass while the block still adds to it."""
 
 
 IN_PLACE: Mapping[str, InPlaceBlock] = {
@@ -41,7 +41,7 @@ CLIP text encoders. A block of this name without these children is another model
 
 @contextmanager
 def make_differentiable(network: nn.Module) -> Iterator[None]:
-    """Make every known block of `network` differentiable; all is as before on every exit."""
+    """Make every known block of `network` differentiable; everything is restored on every exit."""
     with ExitStack() as undo:
         for module in network.modules():
             names = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("comfy.")]
@@ -54,7 +54,7 @@ def make_differentiable(network: nn.Module) -> Iterator[None]:
 
 
 def _with_copies(forward: Callable[..., Any], streams: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """Call the block with copies of its streams: recomputing it in the backward pass needs them unchanged."""
+    """Call the block with copies of its streams, as recomputing it later needs them unchanged."""
     if torch.is_grad_enabled():
         args = tuple(arg.clone() if i < len(streams) else arg for i, arg in enumerate(args))
         kwargs = {name: arg.clone() if name in streams else arg for name, arg in kwargs.items()}

@@ -17,12 +17,12 @@ from .fingerprint import fingerprint
 
 
 class ComfyEncoder:
-    """Encodes as the stock VAE Encode and CLIP Text Encode nodes do, so that cached equals sampled."""
+    """Encodes like the stock VAE Encode and CLIP Text Encode nodes, so training sees what sampling sees."""
 
     def __init__(self, vae: Any, clip: Any, family: Family) -> None:
         if clip is None:
             raise UserError(
-                "no text encoder: this checkpoint holds none; choose text encoder files in Load Base Model, "
+                "no text encoder: this checkpoint has none; choose text encoder files in Load Base Model, "
                 "or connect a CLIP loader."
             )
         if vae is None or vae.first_stage_model is None:
@@ -58,9 +58,9 @@ class ComfyEncoder:
         comfy.model_management.throw_exception_if_processing_interrupted()
         with torch.inference_mode():
             [[cond, extra]] = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption))
-            found = {"cross_attn": cond, **extra}
+            outputs = {"cross_attn": cond, **extra}
             return {
-                name: torch.as_tensor(value).to("cpu").clone()  # LTX-2.3 says by a flag what its text is
-                for name, value in found.items()
+                name: torch.as_tensor(value).to("cpu").clone()  # LTX-2.3 has a flag among them
+                for name, value in outputs.items()
                 if isinstance(value, Tensor | bool | int | float)
             }

@@ -1,5 +1,7 @@
-"""Which weights a model has: a digest that covers every number of them, and stays the same whatever ComfyUI
-does with the model meanwhile: on which device and in which type it keeps them, with or without dynamic VRAM.
+"""The fingerprint of a model: a digest of every number in its weights.
+
+It is the same on every device, in every dtype that ComfyUI keeps the weights in, and with or without dynamic
+VRAM.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from .unload import is_loaded, unload
 from .weights import is_gguf, named_numbers, to_ordinary
 
 SAMPLING = ("multiplier", "shift", "sigma_data", "noise_scale", "audio_shift")
-"""Numbers of ComfyUI's `model_sampling` that decide, beside its buffers."""
+"""Attributes of ComfyUI's `model_sampling` that change its results, beside its buffers."""
 
 
 def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
-    """Digest modules, patches and plain values: the names, shapes and numbers of all their tensors.
+    """Return a digest of modules, patches and plain values: names, shapes and numbers of all tensors.
 
-    `patchers` hold the modules' weights, and are brought to rest first. What a module computes with counts:
-    numbers that its file has in a wider type are rounded first. May raise to cancel.
+    `patchers` hold the modules' weights and are brought to rest first. Weights are digested in the dtype that
+    the module computes with, even if its file has a wider one. May raise to cancel.
     """
     bring_to_rest(patchers)
     state = hashlib.blake2b(digest_size=16)
@@ -51,13 +53,13 @@ def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
 
 
 def bring_to_rest(patchers: tuple[Any, ...]) -> None:
-    """Unload the models of these ModelPatchers, where one of them or a clone of it is loaded."""
+    """Unload the models of these ModelPatchers, if one of them or a clone of it is loaded."""
     if any(map(is_loaded, patchers)):
         unload(*patchers)
 
 
 def sampling_settings(sampling: Any) -> Mapping[str, Any]:
-    """Return what decides in a `model_sampling`, beside its buffers: its kind, and its plain numbers."""
+    """Return what changes the results of a `model_sampling`, beside its buffers: its classes and numbers."""
     kinds = [kind.__name__ for kind in type(sampling).__mro__ if not kind.__module__.startswith("torch")]
     numbers = {name: getattr(sampling, name, None) for name in SAMPLING}
     decide = {name: number for name, number in numbers.items() if number not in (None, 1.0)}
@@ -65,9 +67,9 @@ def sampling_settings(sampling: Any) -> Mapping[str, Any]:
 
 
 def earlier_fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
-    """Return what `fingerprint` was up to version 0.1: states saved then are known by it.
+    """Return the fingerprint of version 0.1, which states saved then carry.
 
-    It covers names, shapes and the first 4 KB of every n-th weight, as it lies in memory.
+    It covers names, shapes and the first 4 KB of every n-th weight, as it is in memory.
     """
     bring_to_rest(patchers)
     digest = hashlib.blake2b(digest_size=16)
@@ -88,7 +90,7 @@ def earlier_fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
 
 
 class FileDigests:
-    """The digests of files' tensors, remembered in the cache folder, else computed in the background."""
+    """The digests of files' tensors, from the cache folder, or computed in the background."""
 
     def __init__(self, *files: Path) -> None:
         self._known: dict[bytes, bytes] = {}
@@ -96,7 +98,7 @@ class FileDigests:
         self._thread.start()
 
     def wait(self) -> Mapping[bytes, bytes]:
-        """Return what is known of the files' tensors, nothing of files that cannot be read.
+        """Return the known digests of the files' tensors, none of files that cannot be read.
 
         May raise to cancel.
         """
@@ -117,7 +119,7 @@ class FileDigests:
                 try:
                     read = _from_bytes(hashes.of(file))
                 except (OSError, ValueError):
-                    continue  # whoever loads the file says what is wrong with it
+                    continue  # loading the file reports the error
                 found = {
                     key: value for key, value in {**found, **read}.items() if found.get(key, value) == value
                 }
@@ -125,16 +127,16 @@ class FileDigests:
 
 
 def remember(module: torch.nn.Module | None, files: FileDigests) -> None:
-    """Note that a module's weights were just loaded from these files, so that they need not be read again.
+    """Note that a module's weights were just loaded from these files, so they need not be read again.
 
-    None stands for a part that the files don't have.
+    `module` is None for a part that the files don't have.
     """
     if module is not None:
         _FILES[module] = files
 
 
 def known_digests(module: torch.nn.Module) -> Known:
-    """Return what is known of the tensors of a module; what is added there stays as long as the module."""
+    """Return the known digests of a module's tensors; what is added to them lives as long as the module."""
     known = _KNOWN.setdefault(module, {})
     if files := _FILES.pop(module, None):
         known.update(files.wait())
@@ -147,9 +149,9 @@ _KNOWN: WeakKeyDictionary[torch.nn.Module, dict[bytes, bytes]] = WeakKeyDictiona
 
 
 def settings(part: Any, name: str = "", seen: frozenset[int] = frozenset()) -> Iterator[str]:
-    """Find numbers and words in nested options, and in what their functions were made with.
+    """Yield the numbers and strings in nested options and in their functions' closures.
 
-    Objects are left out: they may change while pictures are drawn, and a model would not be known again.
+    Objects are left out: they may change while images are sampled, and the model would count as another one.
     """
     inside: list[tuple[Any, Any]] = []
     if isinstance(part, Mapping):
@@ -170,7 +172,7 @@ def settings(part: Any, name: str = "", seen: frozenset[int] = frozenset()) -> I
 
 
 def _values(part: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Find tensors and plain values in nested dicts, lists and objects (patches hold adapters that hold
+    """Yield tensors and plain values in nested dicts, lists and objects (patches hold adapters that hold
     tuples of tensors).
     """
     if isinstance(part, Tensor):
@@ -190,7 +192,7 @@ def _values(part: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _earlier_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Find tensors as `earlier_fingerprint` names them."""
+    """Yield tensors under the names that `earlier_fingerprint` uses."""
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Load a base model from ComfyUI's own folders, in one piece or, as people own SD3.5 and Flux, in several."""
+"""Load a base model from ComfyUI's folders: one checkpoint, or several files, as usual for SD3.5 and Flux."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model_files() -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the file that `model_files` names. Raises UserError when it is not there."""
+    """Return the path of a file in `model_files`. Raises UserError if it is missing."""
     return listed_file(("checkpoints", "diffusion_models"), name)
 
 
@@ -77,10 +77,10 @@ def vae_files() -> list[str]:
 
 
 def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
-    """Return (MODEL, CLIP, VAE); CLIP and VAE are None where neither the checkpoint nor a file gives one.
+    """Return (MODEL, CLIP, VAE); CLIP and VAE are None if neither the checkpoint nor a file has one.
 
-    Names are relative to ComfyUI's model folders. Raises UserError naming the file for anything that is not
-    a readable .safetensors base model.
+    Names are relative to ComfyUI's model folders. Raises UserError naming the file if it is not a
+    readable .safetensors base model.
     """
     path = model_path(model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
@@ -122,9 +122,9 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
 
 @contextmanager
 def read_ahead(path: Path) -> Iterator[None]:
-    """Read the file in one sweep in the background, so that the system has it when it is asked for in pieces.
+    """Read the file once in the background, so that it is in the system's cache when it is read in pieces.
 
-    ComfyUI maps files into memory, which alone would fetch them page by page. Nothing is kept here.
+    ComfyUI maps files into memory, which on its own would fetch them page by page.
     """
     done = threading.Event()
 
@@ -148,14 +148,14 @@ READ_AHEAD = 1 << 24
 
 
 def require_safetensors(path: Path) -> TensorFile:
-    """Return a .safetensors file, its header read and checked, no tensor loaded.
+    """Return a .safetensors file with its header checked and no tensor loaded.
 
-    Raises UserError for pickles, truncated files, oversized headers, offsets that overlap or leave the file.
+    Raises UserError for pickles, truncated files, oversized headers and bad offsets.
     """
-    if path.suffix not in (".safetensors", ".sft"):  # by which ComfyUI decides how to open a file
+    if path.suffix not in (".safetensors", ".sft"):  # ComfyUI chooses the reader by it
         raise UserError(
-            f"{path.name}: only .safetensors files are loaded; {path.suffix or 'such'} files can run code "
-            "when opened. Convert it to .safetensors first."
+            f"{path.name}: only .safetensors files are loaded, as {path.suffix or 'other'} files can run "
+            "code when opened. Convert it to .safetensors first."
         )
     return TensorFile(path)
 
@@ -173,16 +173,16 @@ def _load(names: str, what: str, load: Any) -> Any:
 def clip_type(config: type) -> Any:
     """Return the CLIPType of text encoder files for a class of ComfyUI's model configs.
 
-    A ComfyUI that lacks it tells these encoders by their weights alone. Raises UserError for other classes:
-    another type would give other encodings than the model is sampled with.
+    A ComfyUI without that type recognizes the encoders by their weights. Raises UserError for other classes:
+    a wrong type would encode differently from sampling.
     """
-    found = [CLIP_TYPES[base.__name__] for base in config.__mro__ if base.__name__ in CLIP_TYPES]
-    if not found:
+    types = [CLIP_TYPES[base.__name__] for base in config.__mro__ if base.__name__ in CLIP_TYPES]
+    if not types:
         raise UserError(
-            f"{config.__name__}: Load Base Model does not know how its text encoders are loaded. Leave them "
-            f"at {FROM_CHECKPOINT!r} here, and load them with ComfyUI's own loader."
+            f"{config.__name__}: Load Base Model cannot load its text encoders. Leave them at "
+            f"{FROM_CHECKPOINT!r} here and load them with ComfyUI's own loader."
         )
-    return getattr(comfy.sd.CLIPType, found[0], comfy.sd.CLIPType.STABLE_DIFFUSION)
+    return getattr(comfy.sd.CLIPType, types[0], comfy.sd.CLIPType.STABLE_DIFFUSION)
 
 
 def _load_clip(names: Sequence[str], config: type) -> Any:

@@ -1,7 +1,7 @@
-"""A base model of which only names, shapes and dtypes are known: enough to plan a run, in a second.
+"""The outline of a base model: names, shapes and dtypes only, enough to plan a run in a second.
 
-The network is built by ComfyUI from the header of its file; its weights are fake tensors, which have no
-numbers and take no memory.
+ComfyUI builds the network from the header of its file; its weights are fake tensors, which have no numbers
+and take no memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .weights import FLOAT8
 
 @dataclass(frozen=True)
 class Text:
-    """What a family is told of one caption."""
+    """The shape of one caption's conditioning."""
 
     tokens: int
     width: int
@@ -45,13 +45,13 @@ TEXTS: Mapping[str, Text] = {
     "Chroma": Text(512, 4096),
     "Qwen-Image": Text(256, 3584),
 }
-"""By the name of the family; tokens are those of a long caption."""
+"""Family name -> conditioning of a long caption."""
 
 
 def outline(path: Path) -> ComfyDenoiser:
-    """Return the model in a .safetensors file without its weights.
+    """Return the model of a .safetensors file without its weights.
 
-    Raises UserError for files that are not a base model.
+    Raises UserError if the file is not a base model.
     """
     shapes = _shapes(path)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(shapes)
@@ -61,22 +61,22 @@ def outline(path: Path) -> ComfyDenoiser:
         raise UserError(f"{path.name}: not a base model that ComfyUI recognizes; give its own file.")
     config.set_inference_dtype(torch.bfloat16, None)
     model = config.get_model(shapes, prefix, device=torch.device("meta"))
-    _without_numbers(model.diffusion_model)
-    _rounded_as(shapes, prefix, model.diffusion_model)
+    _make_fake(model.diffusion_model)
+    _copy_float8(shapes, prefix, model.diffusion_model)
     cpu = torch.device("cpu")
     return ComfyDenoiser(comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
 
 
 def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) -> Batch:
-    """Return `size` samples of width x height pixels with long captions, to plan for.
+    """Return a batch of `size` samples of width x height pixels with long captions, to plan for.
 
-    Raises UserError for families whose captions are not known here.
+    Raises UserError for families that are missing from TEXTS.
     """
     name = denoiser.family.name
     if name not in TEXTS:
         raise UserError(
-            f"{name} cannot be planned for without its text encoder; the families are {', '.join(TEXTS)}. "
-            "The Memory Plan node plans for any model."
+            f"{name} cannot be planned from its file alone; the families that can are {', '.join(TEXTS)}. "
+            "The Memory Plan node plans for every model."
         )
     text, cell = TEXTS[name], denoiser.pixels_per_cell
     latents = torch.zeros(size, denoiser.model.latent_format.latent_channels, height // cell, width // cell)
@@ -88,15 +88,15 @@ def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) 
 
 def _shapes(path: Path) -> dict[str, Tensor]:
     """Return the file's tensors on the meta device."""
-    found = {}
+    shapes = {}
     for key, entry in require_safetensors(path).entries.items():
         dtype = getattr(torch, FORMATS[entry.format][1], torch.float32)
-        found[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
-    return found
+        shapes[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
+    return shapes
 
 
-def _without_numbers(network: nn.Module) -> None:
-    """Replace what a network owns on the meta device by fake tensors of the CPU."""
+def _make_fake(network: nn.Module) -> None:
+    """Replace a network's tensors on the meta device by fake ones on the CPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in network.modules():
             slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -107,10 +107,10 @@ def _without_numbers(network: nn.Module) -> None:
                         slot[name] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
 
 
-def _rounded_as(shapes: Mapping[str, Tensor], prefix: str, network: nn.Module) -> None:
-    """Let the weights that the file has in 8 bits say so."""
+def _copy_float8(shapes: Mapping[str, Tensor], prefix: str, network: nn.Module) -> None:
+    """Give the weights that the file has in 8 bits that dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for path, module in network.named_modules():
-            found, weight = shapes.get(f"{prefix}{path}.weight"), getattr(module, "weight", None)
-            if found is not None and weight is not None and found.dtype in FLOAT8:
-                module.weight = nn.Parameter(torch.empty(weight.shape, dtype=found.dtype), False)
+            stored, weight = shapes.get(f"{prefix}{path}.weight"), getattr(module, "weight", None)
+            if stored is not None and weight is not None and stored.dtype in FLOAT8:
+                module.weight = nn.Parameter(torch.empty(weight.shape, dtype=stored.dtype), False)

@@ -1,6 +1,6 @@
 """CLIP text encoders that are trained along with the network, so captions are encoded anew in every step.
 
-What is not trained (T5) stays in the text cache: ComfyUI puts CLIP's tokens first; only those are replaced.
+T5 is not trained and stays in the text cache: ComfyUI puts CLIP's tokens first, and only those are replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYER = re.compile(r"transformer\.text_model\.encoder\.layers\.(\d+)\..+")
 
 
 class TextEncoders:
-    """The CLIP encoders of a ComfyUI CLIP that a family's LoRA may change; as before after every `hold`."""
+    """The CLIP encoders that a family's LoRA may change. Every `hold` leaves them as they were."""
 
     def __init__(self, clip: Any, family: Family) -> None:
         if not family.text_encoders:
@@ -36,8 +36,8 @@ class TextEncoders:
             )
         self.clip, self.family = clip, family
         self.model = clip.cond_stage_model
-        found = {name: getattr(self.model, name, None) for name in family.text_encoders}
-        self.encoders: dict[str, nn.Module] = {name: e for name, e in found.items() if e is not None}
+        encoders = {name: getattr(self.model, name, None) for name in family.text_encoders}
+        self.encoders: dict[str, nn.Module] = {name: e for name, e in encoders.items() if e is not None}
         if next(iter(family.text_encoders)) not in self.encoders:
             raise UserError(
                 f"text_encoder: this CLIP has no {next(iter(family.text_encoders))}, without which ComfyUI "
@@ -47,7 +47,7 @@ class TextEncoders:
 
     @cached_property
     def specs(self) -> Mapping[str, LayerSpec]:
-        """Every linear layer that what the network sees depends on, by path."""
+        """Every linear layer that affects the conditioning, by path."""
         with self._as_sampled():
             return {
                 f"{TEXT}{name}.{path}": spec
@@ -58,7 +58,7 @@ class TextEncoders:
 
     @contextmanager
     def hold(self, device: torch.device) -> Iterator[Mapping[str, FrozenLayer]]:
-        """Own the encoders' weights, in the file's precision; they compute in float32, as for sampling."""
+        """Own the encoders' weights in the file's precision; they compute in float32, as in sampling."""
         layers: dict[str, FrozenLayer] = {}
         with ExitStack() as undo:
             undo.enter_context(self._as_sampled())
@@ -73,16 +73,16 @@ class TextEncoders:
             yield layers
 
     def encode(self, caption: str, cached: Conditioning) -> Conditioning:
-        """Return `cached` with what the encoders make of the caption now; differentiable."""
+        """Return `cached` with the encoders' current encoding of the caption; differentiable."""
         tokens = self.clip.tokenize(caption)
         cross, pooled = self.model.encode_token_weights(tokens)[:2]
         rest = cached["cross_attn"][:, cross.shape[1] :].to(cross)
-        found = {"cross_attn": torch.cat((cross, rest), 1)}
-        return {**cached, **found, **({} if pooled is None else {"pooled_output": pooled})}
+        joined = {"cross_attn": torch.cat((cross, rest), 1)}
+        return {**cached, **joined, **({} if pooled is None else {"pooled_output": pooled})}
 
     @contextmanager
     def _as_sampled(self) -> Iterator[None]:
-        """Let the encoders give the layer that sampling takes (CLIP skip), and leave T5 out."""
+        """Let the encoders return the layer that sampling uses (CLIP skip), and leave T5 out."""
         t5 = getattr(self.model, "t5xxl", None)
         if t5 is not None:
             self.model.t5xxl = None
@@ -105,8 +105,8 @@ class TextEncoders:
 
 
 def _depth(path: str) -> float:
-    found = LAYER.fullmatch(path)
-    return int(found[1]) if found else float("inf")
+    match = LAYER.fullmatch(path)
+    return int(match[1]) if match else float("inf")
 
 
 def _dtype(encoder: nn.Module) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""Models at rest: with the weights that their files gave them, in host memory.
+"""Bring models to rest: in host memory, with the weights of their files.
 
-In a loaded model ComfyUI may have merged a LoRA into the weights that all its clones share, or cast small
-ones. `unload_all_models` leaves alone those that it computes with on the CPU, often text encoders.
+In a loaded model, ComfyUI may have merged a LoRA into the weights that all clones share, or cast small ones.
+`unload_all_models` skips models that compute on the CPU, often text encoders.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..versions import reset_cast_buffers
 
 
 def unload(*patchers: Any) -> None:
-    """Unload every model of the compute devices, and those of the devices that the ModelPatchers load to.
+    """Unload every model on the compute devices and on the devices that these ModelPatchers load to.
 
-    The ModelPatchers' own models are in host memory then, also where ComfyUI would leave them on the device
-    (--highvram, --gpu-only) until it computes with them.
+    The ModelPatchers' own models end up in host memory, even if ComfyUI keeps them on the device (--highvram,
+    --gpu-only).
     """
     comfy.model_management.unload_all_models()
     for device in dict.fromkeys(patcher.load_device for patcher in patchers):

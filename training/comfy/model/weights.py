@@ -1,9 +1,9 @@
-"""The engine owns the base weights during a run.
+"""The base weights during a run: the engine owns them, and gives them back as they were.
 
-ComfyUI executes nodes in inference mode, and on NVIDIA its newer versions cast weights into one buffer that
-the next layer overwrites: autograd may keep neither. So during `hold_weights` every frozen layer computes
-through its own accessor (`FrozenLayer`), every other parameter is an ordinary tensor on the compute device,
-attention is PyTorch's, and ComfyUI's cast buffers are not on the path. Every exit restores all.
+ComfyUI executes nodes in inference mode, and on NVIDIA newer versions cast weights into one buffer that the
+next layer overwrites. Autograd can save neither. So inside `hold_weights` every frozen layer computes through
+its `FrozenLayer`, and every other parameter is an ordinary tensor on the compute device. Every exit restores
+everything.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("f
 
 
 def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = "") -> dict[str, LayerSpec]:
-    """Return what an adapter could sit on, by module path; by role, as quantized linears are no `nn.Linear`.
+    """Return the layers that can be adapted, by module path.
 
-    Weights in `patches`, by path after `prefix`, are ordinary numbers in training whatever their file has.
+    Layers are found by their attributes, as quantized linears are not `nn.Linear`. Weights with `patches`,
+    whose keys begin with `prefix`, are plain in training even if their file has quantized them.
     """
     specs: dict[str, LayerSpec] = {}
     for path, module in network.named_modules():
@@ -46,17 +47,16 @@ def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = 
 
 
 SCALES = ("scale_weight", "scale_input", "input_scale")
-"""Beside a weight in fp8: a part of what `_stored` makes of it, or unused in training."""
+"""Parameters beside an fp8 weight: part of what `_stored` returns, or unused in training."""
 UNUSED = ("norm_final.weight",)
-"""What networks of older versions own and never compute with: Lumina 2's last norm."""
+"""Parameters that networks of older versions have and never use: Lumina 2's last norm."""
 
 
 def named_numbers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the numbers that a module computes with, by name: every parameter and every buffer that its file
-    has, rounded as the model has them; of what the file quantized, the parts.
+    """Yield (name, tensor) of every parameter and persistent buffer, in the dtype that the model has.
 
-    In the order of their names, and alike in every version of ComfyUI (whose norms once called their weight
-    "scale") and with or without dynamic VRAM.
+    Quantized weights come as their parts. Names are sorted and the same in every version of ComfyUI (norms
+    once called their weight "scale"), with or without dynamic VRAM.
     """
     for path, module in sorted(network.named_modules(), key=lambda item: item[0]):
         buffers = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
@@ -65,8 +65,8 @@ def named_numbers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if tensor is None or name in SCALES or where in UNUSED:
                 continue
             whole = _as_in_model(to_ordinary(tensor), module, name)
-            kept = _stored(whole, tensor, module if name == "weight" else None)
-            for index, part in enumerate(kept.parts):
+            stored = _stored(whole, tensor, module if name == "weight" else None)
+            for index, part in enumerate(stored.parts):
                 yield (f"{where}.{index}" if index else where), part
 
 
@@ -130,7 +130,7 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def to_ordinary(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that autograd may use: it may not save inference tensors."""
+    """Return a tensor over the same memory that autograd can save: it refuses inference tensors."""
     if is_gguf(tensor):
         tensor = tensor.as_subclass(Tensor)
     if not tensor.is_inference() or isinstance(tensor, QuantizedTensor):
@@ -141,9 +141,7 @@ def to_ordinary(tensor: Tensor) -> Tensor:
 
 
 def _as_in_model(tensor: Tensor, module: nn.Module, name: str) -> Tensor:
-    """Return a weight as the model has it: under dynamic VRAM it still has the file's dtype, and is rounded
-    only on its way to the device.
-    """
+    """Return a weight in the model's dtype; under dynamic VRAM it has the file's until it is moved."""
     dtype = getattr(module, f"{name}_comfy_model_dtype", None)
     if dtype is None or isinstance(tensor, QuantizedTensor) or not tensor.is_floating_point():
         return tensor
@@ -172,9 +170,9 @@ def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
 
 
 def _stored(tensor: Tensor, loaded: Any, module: nn.Module | None) -> StoredWeight:
-    """Return a host weight as it is kept: what the file quantized stays quantized.
+    """Return a host weight for the store; a quantized one stays quantized.
 
-    `loaded` is what the loader put there, and `tensor` the same memory as an ordinary tensor.
+    `loaded` is the loader's own tensor, `tensor` an ordinary one over the same memory.
     """
     from_gguf = _gguf(tensor, loaded)
     if from_gguf is not None:
@@ -200,7 +198,7 @@ def _stored_as_comfyui(tensor: Any) -> StoredWeight:
 
 
 def _quantized_bytes(weight: Tensor) -> int | None:
-    """Return the bytes of a weight that its file has quantized, else None."""
+    """Return the bytes of a quantized weight, None for a plain one."""
     if isinstance(weight, QuantizedTensor):
         return _stored_as_comfyui(weight).nbytes
     if _gguf_type(weight):
@@ -209,18 +207,18 @@ def _quantized_bytes(weight: Tensor) -> int | None:
 
 
 def _gguf(tensor: Tensor, loaded: Any) -> StoredWeight | None:
-    """Return what a loader of GGUF files left quantized; None for plain weights and those of other files."""
+    """Return a quantized weight of a GGUF file; None for plain weights and other files."""
     kind = _gguf_type(loaded)
     return gguf_weight(tensor, kind, tuple(loaded.shape)) if kind else None
 
 
 def is_gguf(tensor: Any) -> bool:
-    """Return whether a tensor is of ComfyUI-GGUF's class, which says another shape than its bytes have."""
+    """Return whether a tensor is of ComfyUI-GGUF's class, whose shape is that of the dequantized weight."""
     return hasattr(tensor, "tensor_type")
 
 
 def _gguf_type(loaded: Any) -> str | None:
-    """Return the type of what a GGUF file has quantized, such as "Q4_K"; None for plain numbers."""
+    """Return the type of a quantized GGUF weight, such as "Q4_K"; None for plain numbers."""
     kind = getattr(getattr(loaded, "tensor_type", None), "name", None)
     return None if kind in ("F32", "F16") else kind
 
@@ -247,7 +245,7 @@ def _dequantized(tensor: Tensor) -> Tensor:
 
 
 def _resident(tensor: Tensor, is_buffer: bool, store: Store) -> Tensor:
-    """Place a norm's weight or a loose parameter: small, so always on the compute device.
+    """Place a norm's weight or another loose parameter; they are small, so always on the compute device.
 
     Buffers keep their own dtype.
     """
@@ -257,7 +255,7 @@ def _resident(tensor: Tensor, is_buffer: bool, store: Store) -> Tensor:
 
 
 def replace(module: nn.Module, name: str, tensor: Tensor) -> Callable[[], None]:
-    """Put a tensor in a parameter's or buffer's place; return the function that puts back what was there."""
+    """Put a tensor in a parameter's or buffer's place; return the function that restores the old one."""
     slot: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     before = slot[name]
     slot[name] = nn.Parameter(tensor, requires_grad=False) if slot is module._parameters else tensor
