@@ -121,7 +121,7 @@ def test_where_blocks_on_the_device_do_not_fit_all_the_same_the_run_goes_on_with
     state = train(Full(), Sized(), offloading(1), None, steps=2)
     expected = train(TinyDenoiser(), Sized(), CONFIG, None, steps=2)
     assert all(torch.equal(state.weights[name], tensor) for name, tensor in expected.weights.items())
-    assert "memory ran out with base offload but for 1 blocks, checkpointing none" in caplog.text
+    assert "memory ran out with base offload with 1 block on the device, checkpointing none" in caplog.text
 
 
 def test_the_budget_is_what_is_set_or_what_is_free_while_nothing_is_held():

@@ -1,9 +1,10 @@
-"""The memory plan: where the base is kept and what of a step is recomputed, chosen by what fits.
+"""The memory plan: where the base's weights are and what a step recomputes. The fastest plan that fits is
+chosen.
 
-The peak of a plan is the base's weights where it keeps them, the adapters with their optimizer memory, and
-what a step takes: an estimate of its passes (`estimate.py`), or the optimizer's part where that is more. What
-the settings leave open is decided by it, fastest plan first; quantizing the base changes the result and so is
-never decided here.
+The peak of a plan is the base's weights on the device, the adapters with their optimizer state, and the step:
+an estimate of its two passes (`estimate.py`), or the optimizer's part if that is larger. The plan decides
+what the settings leave at "auto"; quantizing the base changes the result, so it is never chosen
+automatically.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from .weight_store import STORES, block_bytes, is_quantized, weight_bytes
 GIB = 1 << 30
 
 RESERVE = 0.04
-"""Share of the memory left for what no tensor accounts for: the allocator's gaps, kernels' work space."""
+"""Share of the budget left free for memory outside tensors: the allocator's gaps, kernels' work space."""
 
 UNFILLED = 0.1
-"""Share of the memory that blocks of an offloaded base are kept out of."""
+"""Share of the budget that blocks of an offloaded base never fill."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class MemoryPlan:
     base: str
     """One of STORES."""
     checkpointing: str
-    """One of checkpointing.MODES."""
+    """One of activation_checkpointing.MODES."""
     offload: OffloadOptions = field(default=OFFLOAD_ALL, compare=False)
 
     def __str__(self) -> str:
         count = len(self.offload.blocks_on_device)
-        but = f" but for {count} blocks" if count else ""
-        return f"base {self.base}{but}, checkpointing {self.checkpointing}"
+        there = f" with {count} {'block' if count == 1 else 'blocks'} on the device" if count else ""
+        return f"base {self.base}{there}, checkpointing {self.checkpointing}"
 
     @property
     def short(self) -> str:
@@ -58,24 +59,24 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan takes, in bytes of the device."""
+    """What a plan takes: bytes of the device, if not said otherwise."""
 
     plan: MemoryPlan
     weights: int
-    """Of the base."""
+    """Bytes of the base's weights."""
     adapters: int
-    """Weights of what is trained, their average and optimizer memory."""
+    """Bytes of the trained weights, their average and their optimizer state."""
     step: StepEstimate
     optimizing: int = 0
-    """Gradients and temporary tensors while the optimizer moves the weights, after both passes."""
+    """Bytes of gradients and temporary tensors during the optimizer's step, after both passes."""
     host: int = 0
-    """Of host memory: the base's weights, block inputs."""
+    """Bytes of host memory: the base's weights and block inputs."""
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Block -> bytes that are copied from host memory in each pass."""
+    """Block -> bytes copied from host memory in each pass."""
     passes: int = 0
-    """Through the blocks in a step, forward and backward."""
+    """Passes through the blocks in a step, forward, backward and recomputing."""
     correction: float = 1.0
-    """What a measured step took, divided by its estimate."""
+    """Measured peak of a step, divided by its estimate."""
 
     @property
     def peak(self) -> int:
@@ -86,21 +87,22 @@ class Estimate:
         return max(int(self.step.peak * self.correction), self.optimizing)
 
     def seconds(self, flops: float, bandwidth: float, budget: int | None = None) -> float:
-        """Return a step's time on a device of so many operations and bytes a second; copies run beside."""
+        """Return the time of a step; `flops` and `bandwidth` (bytes) are per second, and copies overlap."""
         return max(self.step.flops / flops, self.moved(budget) / bandwidth)
 
     def moved(self, budget: int | None = None) -> int:
-        """Return the bytes that are copied from host memory in a step."""
+        """Return the bytes copied from host memory in a step."""
         stay = self.blocks_on_device(budget)
         return self.passes * sum(size for block, size in self.blocks.items() if block not in stay)
 
     def blocks_on_device(self, budget: int | None) -> frozenset[str]:
-        """Return the blocks of an offloaded base that fit into `budget` on the device.
+        """Return the blocks of an offloaded base that fit on the device within `budget`.
 
-        They are spread evenly: while one is computed with, the next of the others is copied.
+        They are spread evenly: while one of them computes, the next of the other blocks is copied.
         """
         spare = 0 if budget is None else budget * (1 - UNFILLED) - self.peak
         names = list(self.blocks)
+        # As many as fit, counted down; block i stays wherever i * count / n reaches the next whole number.
         for count in range(len(names), 0, -1):
             reached = [i * count // len(names) for i in range(len(names) + 1)]
             chosen = [name for i, name in enumerate(names) if reached[i + 1] > reached[i]]
@@ -110,7 +112,7 @@ class Estimate:
 
 
 def candidates(config: MemoryConfig) -> Sequence[MemoryPlan]:
-    """Return the plans that the settings allow, fastest first: all give the same result.
+    """Return the plans that the settings allow, fastest first; all train to the same result.
 
     Raises UserError for unknown settings.
     """
@@ -123,19 +125,19 @@ def candidates(config: MemoryConfig) -> Sequence[MemoryPlan]:
 
 
 def every_plan() -> Sequence[MemoryPlan]:
-    """Return all plans, those that quantize the base included."""
+    """Return all plans, including those that quantize the base."""
     return [MemoryPlan(base, mode) for base in STORES for mode in MODES]
 
 
 def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
-    """Return how many bytes of the device a run may take: what the settings say, or what is free once
-    everything else was unloaded; None where nobody knows.
+    """Return the bytes of the device that a run may take: the budget in the settings, or what is free after
+    unloading everything else; None if unknown.
     """
     return int(config.budget_gb * GIB) if config.budget_gb else denoiser.free_bytes()
 
 
 def is_limit_hard(config: MemoryConfig) -> bool:
-    """Return whether the user fixed base, checkpointing and budget: no plan may then exceed the budget."""
+    """Return whether the user set base, checkpointing and budget, so that no plan may exceed the budget."""
     return bool(config.budget_gb) and len(candidates(config)) == 1
 
 
@@ -147,14 +149,16 @@ def plans_that_fit(
     budget: int | None,
     estimate: Callable[[MemoryPlan], Estimate] | None = None,
 ) -> Sequence[MemoryPlan]:
-    """Return the candidates from the fastest one that fits into `budget` on, to be tried in this order.
+    """Return the candidates to try in this order, beginning with the fastest one that fits into `budget`.
 
-    `batch` is as large as they come; None, or a network that cannot be estimated, leaves all of them, and so
-    does no budget. `estimate` is what `make_estimator` returned, if the caller has it.
-    An offloaded base has as many blocks on the device as fit, at first: when memory runs out
-    all the same, the plan is tried again without.
+    `batch` is one of the largest. All candidates are returned if it or the budget is None, or if the network
+    cannot be estimated. `estimate` is a result of `make_estimator` that the caller may have.
+
+    An offloaded base first keeps as many blocks on the device as fit; if memory runs out all the same, the
+    plan is tried again without them.
     """
     plans = candidates(config.memory)
+    # A single plan leaves no choice, unless its blocks can stay on the device or a budget must hold.
     matters = len(plans) > 1 or plans[0].base == "offload" or bool(config.memory.budget_gb)
     if (
         batch is None
@@ -165,6 +169,7 @@ def plans_that_fit(
         return plans
     estimate = estimate or make_estimator(denoiser, adapted, config, batch)
     try:
+        # The first that fits is the fastest; those behind it are for when memory runs out all the same.
         for index, plan in enumerate(plans):
             each = estimate(plan)
             if each.peak <= budget * (1 - RESERVE):
@@ -174,6 +179,7 @@ def plans_that_fit(
     except (RuntimeError, NotImplementedError) as error:
         log.warning("the memory of %s cannot be estimated (%s).", denoiser.family.name, error)
         return plans
+    # Estimates may be too high: the smallest plan is tried all the same.
     log.warning(
         "no plan fits into %s%s; trying the one that takes least, %s (%s). Set base to 'auto', 'fp8' "
         "or 'nf4' in Memory Settings to take less.",
@@ -183,13 +189,13 @@ def plans_that_fit(
 
 
 def reserve_host(plans: Sequence[MemoryPlan], step: StepEstimate) -> Sequence[MemoryPlan]:
-    """Return the plans with what block inputs take of host memory, as an estimate of any mode says it."""
+    """Return the plans with host memory reserved for block inputs; `step` is of any checkpointing mode."""
     moves = "block-offload"
     return [replace(p, offload=OffloadOptions(step.host)) if p.checkpointing == moves else p for p in plans]
 
 
 def fill_device(plan: MemoryPlan, estimate: Estimate, budget: int) -> Sequence[MemoryPlan]:
-    """Return the plan with the blocks on the device that fit; none where none fits."""
+    """Return the plan with as many blocks on the device as fit; no plan if none fits."""
     blocks = estimate.blocks_on_device(budget)
     if not blocks:
         return []
@@ -200,8 +206,7 @@ def fill_device(plan: MemoryPlan, estimate: Estimate, budget: int) -> Sequence[M
 def make_estimator(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch
 ) -> Callable[[MemoryPlan], Estimate]:
-    """Return the function that estimates a plan; each checkpointing mode is estimated once, "block-offload"
-    with "block".
+    """Return a function that estimates plans; it estimates each checkpointing mode once.
 
     It raises RuntimeError for networks that `estimate_step` cannot follow.
     """
@@ -224,6 +229,7 @@ def make_estimator(
         weights = weight_bytes(denoiser.specs, blocks, plan.base, dtype) + dequantizing_bytes(
             denoiser.specs, plan, dtype
         )
+        # "block" and "block-offload" share one estimate.
         moves = plan.checkpointing == "block-offload"
         passes = step("block").as_block_offload() if moves else step(plan.checkpointing)
         offloaded = sizes if plan.base == "offload" else {}
@@ -248,22 +254,22 @@ def dequantizing_bytes(specs: Mapping[str, LayerSpec], plan: MemoryPlan, dtype: 
 
 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
-    """Return the bytes of the adapters' weights, their average and their optimizer's memory; gradients are
-    the step's."""
+    """Return the bytes of the adapters' weights, their average and their optimizer state; gradients belong to
+    the step."""
     weight = 4 if config.optimizer.weights == "fp32" else 2
     average = 4 if config.ema.decay else 0
     return int(count_trained(adapted, config) * (weight + average + row_of(config.optimizer).state_bytes))
 
 
 def optimizing_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
-    """Return the bytes that the optimizer's step takes on top: float32 gradients, and weights in place of
-    bf16 ones."""
+    """Return the bytes that the optimizer's step takes on top: float32 gradients, and float32 copies of bf16
+    weights."""
     copies = 0 if config.optimizer.weights == "fp32" else 2
     return int(count_trained(adapted, config) * (4 + copies + row_of(config.optimizer).step_bytes))
 
 
 def count_trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
-    """Return how many numbers the adapters have."""
+    """Return the number of trained parameters."""
     with torch.device("meta"):
         adapters = build_adapters(adapted, config.adapter)
     return sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
@@ -272,7 +278,7 @@ def count_trained(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
 def fits_surely(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch, budget: int
 ) -> bool:
-    """Return whether the budget exceeds by far whatever a step could keep, so that nothing need be estimated.
+    """Return whether the budget is so large that no estimate is needed.
 
     Counts every layer's input and output six times at the latents' full resolution, in float32.
     """
@@ -285,5 +291,5 @@ def fits_surely(
 
 
 def gib(size: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a size for people, in GiB or MiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

@@ -1,4 +1,4 @@
-"""The table of all plans on the device at hand, corrected by one step that is really computed."""
+"""The table of memory plans on this device, corrected by one measured step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .plan import RESERVE, Estimate, MemoryPlan, budget_of, gib, make_estimator,
 from .precision import compute_dtype
 
 BANDWIDTH = 20e9
-"""Bytes a second from host memory to the device, as PCIe 4 with 16 lanes gives in practice."""
+"""Bytes a second from host memory to the device: PCIe 4 with 16 lanes in practice."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One step of one micro-batch, measured."""
+    """A measured step of one micro-batch."""
 
     plan: MemoryPlan
-    """By which it was computed: the fastest that fits."""
+    """The plan that it was computed by: the fastest that fits."""
     peak: int
-    """Bytes of the device at the worst moment, beyond the weights of base and adapters."""
+    """Peak bytes of the device, without the weights of base and adapters."""
     seconds: float
 
 
@@ -41,7 +41,7 @@ def tabulate_plans(
     batch: Batch,
     plans: Sequence[MemoryPlan],
 ) -> str:
-    """Return the table of `plans` on this device, as free and as fast as it is now.
+    """Return the table of `plans` for this device, with its current free memory and speed.
 
     Raises UserError for a network that cannot be trained or whose memory cannot be estimated.
     """
@@ -70,11 +70,10 @@ def tabulate_plans(
 def format_plans(
     estimates: Sequence[Estimate], budget: int | None, flops: float | None, bandwidth: float
 ) -> str:
-    """Return the plans as text, one a line: what each takes of the device and of host memory, how long a
-    step lasts, whether it fits the device.
+    """Return the plans as a table, one a line: device and host memory, time of a step, and whether it fits.
 
-    Without the device's `flops` a second, times are multiples of the fastest plan's. Of an offloaded base
-    sizes are the least that it takes, and times those with the device filled.
+    Without `flops` (operations a second of the device), times are multiples of the fastest plan's. For an
+    offloaded base, sizes are the least it takes, and times those with as many blocks on the device as fit.
     """
     rows: list[tuple[str, ...]] = [
         ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
@@ -100,9 +99,9 @@ def probe(
     batch: Batch,
     plans: Sequence[MemoryPlan],
 ) -> Probe:
-    """Compute the forward and backward pass of `batch` twice, to see what they take and how long they last.
+    """Measure memory and time of a forward and backward pass over `batch`; nothing is trained.
 
-    Nothing is trained. Raises UserError when memory runs out in every one of `plans`, tried in their order.
+    Plans are tried in order. Raises UserError when memory runs out in all of them.
     """
     dtype = compute_dtype(config.memory, denoiser)
     adapters = {p: a.to(denoiser.device) for p, a in build_adapters(adapted, config.adapter).items()}

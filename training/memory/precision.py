@@ -1,6 +1,6 @@
-"""Number formats: of the forward pass, and of the adapter's weights between two optimizer steps.
+"""Number formats: of the forward pass, and of the adapters' weights between optimizer steps.
 
-Adapter weights and gradients are float32, unless the settings ask for bf16 weights; steps always are.
+Adapter weights and gradients are float32 unless the settings ask for bf16; optimizer steps always are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 
 
 def compute_dtype(config: MemoryConfig, denoiser: Denoiser) -> torch.dtype:
-    """Return the configured dtype; "auto" is the one that the model chooses for its device.
+    """Return the configured dtype; "auto" is the model's best one for its device.
 
-    Raises UserError for one that the model cannot be computed in.
+    Raises UserError if the model cannot be computed in it.
     """
     if config.dtype == "auto":
         return denoiser.dtypes[0]
@@ -30,8 +30,8 @@ def compute_dtype(config: MemoryConfig, denoiser: Denoiser) -> torch.dtype:
     if dtype not in denoiser.dtypes:
         can = ", ".join(name for name, each in DTYPES.items() if each in denoiser.dtypes)
         raise UserError(
-            f"precision: {denoiser.family.name} cannot be computed in {config.dtype}, in which its numbers "
-            f"become NaN; set precision in Memory Settings to auto or one of {can}."
+            f"precision: {denoiser.family.name} cannot be computed in {config.dtype}, as its numbers become "
+            f"NaN; set precision in Memory Settings to auto or one of {can}."
         )
     return dtype
 
@@ -52,16 +52,16 @@ def stepping_in_float32(parameters: Mapping[str, nn.Parameter], seed: int, step:
     finally:
         for name, parameter in small.items():
             parameter.grad = None
-            # As many draws as weights, so on the device: equal on equal devices, which a resume asks for.
+            # On the device, as there are as many draws as weights: equal on equal devices, as a resume needs.
             key = rng.generator(seed, step, "rounding", name).initial_seed()
             generator = torch.Generator(parameter.device).manual_seed(key)
             parameter.data = stochastic_bf16(parameter.data, generator)
 
 
 def stochastic_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 to one of the two nearest bf16 numbers, the nearer the likelier: the mean is unchanged.
+    """Round float32 to one of the two nearest bf16 numbers at random, so that the mean is unchanged.
 
-    Random bits below the last kept one are added, then cut (Zamirai et al. 2020, arXiv:2010.06192, sec. 4).
+    Random bits are added below bf16's last bit, then cut off (Zamirai et al. 2020, arXiv:2010.06192, sec. 4).
     """
     noise = torch.randint(
         0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator

@@ -1,13 +1,13 @@
-"""A frozen weight as it is kept: plain, or quantized to fewer bits and dequantized when it is used.
+"""Frozen weights in storage: plain, or quantized to fewer bits and dequantized at each use.
 
-A stored weight is tensors and a function of them, so where it is kept (on the device, in host memory) is
-decided elsewhere. Quantizing serves one training run; what a LoRA is saved for and rendered on is the base.
+A stored weight is tensors and a function of them; `weight_store.py` decides where they are. Quantizing only
+serves the training run: the LoRA is for the original base.
 
-| name | a number is | bits | error of a normal weight (Frobenius, relative) |
+| name | a number is stored as | bits | relative error for normal weights (Frobenius) |
 |---|---|---|---|
-| "fp8" | float8 e4m3 times its row's scale | 8 | 0.03 |
-| "int8" | one of 255 steps of its row's largest | 8 | 0.012 |
-| "nf4" | a quantile of the normal distribution times its block of 64's largest | 4.1 | 0.10 |
+| "fp8" | float8 e4m3 times a scale per row | 8 | 0.03 |
+| "int8" | one of 255 steps up to its row's largest | 8 | 0.012 |
+| "nf4" | a quantile of the normal distribution times the largest in its block of 64 | 4.1 | 0.10 |
 
 nf4: Dettmers et al. 2023, arXiv:2305.14314, with doubly quantized scales, by bitsandbytes.
 """
@@ -26,12 +26,12 @@ from ..user_error import UserError
 Parts = tuple[Tensor, ...]
 
 SMALLEST = 4096
-"""Elements; smaller weights are not worth quantizing."""
+"""Elements; smaller weights are not quantized."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight at rest."""
+    """A weight as tensors (parts) and the function that makes the weight from them."""
 
     parts: Parts
     dequantize_parts: Callable[[Parts, torch.dtype], Tensor]
@@ -48,22 +48,22 @@ class StoredWeight:
 
 
 def plain(weight: Tensor) -> StoredWeight:
-    """Keep a weight as it is."""
+    """Return a weight stored as it is."""
     return StoredWeight((weight,), lambda parts, dtype: parts[0].to(dtype), is_plain=True)
 
 
 def scaled(small: Tensor, scale: Tensor) -> StoredWeight:
-    """Keep numbers of a small format and a factor that broadcasts over them."""
+    """Return a weight stored in a small format, with a scale that broadcasts over it."""
     return StoredWeight((small, scale), lambda parts, dtype: parts[0].to(dtype) * parts[1].to(dtype))
 
 
 def quantize(weight: Tensor, name: str, dtype: torch.dtype) -> StoredWeight:
-    """Quantize a weight (out, in), to be used in `dtype`, on the device that it is on.
+    """Quantize a weight (out, in) for use in `dtype`, on its own device.
 
-    Raises UserError for an unknown name, and for nf4 where bitsandbytes is not installed.
+    Raises UserError for an unknown name, and for nf4 without bitsandbytes.
     """
     if name not in FORMATS:
-        raise UserError(f"base: {name!r} is no way to quantize; choose one of {', '.join(FORMATS)}.")
+        raise UserError(f"base: {name!r} is not a quantization; choose one of {', '.join(FORMATS)}.")
     return FORMATS[name](weight, dtype)
 
 
@@ -89,7 +89,7 @@ def _nf4(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
 
 
 def _row_scale(weight: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
-    """Return (out, 1) scales, rounded to the dtype they are applied in before anything is divided by them."""
+    """Return (out, 1) scales in the dtype of use, so that both directions apply the same ones."""
     largest = weight.float().abs().amax(1, keepdim=True)
     return (largest / limit).clamp_min(torch.finfo(torch.float16).tiny).to(dtype)
 
@@ -99,4 +99,4 @@ FORMATS: Mapping[str, Callable[[Tensor, torch.dtype], StoredWeight]] = {
     "int8": _int8,
     "nf4": _nf4,
 }
-"""By `MemoryConfig.base`: (weight, the dtype it is used in) -> quantized."""
+"""`MemoryConfig.base` -> function of (weight, dtype of use) that quantizes it."""

@@ -1,6 +1,6 @@
-"""How many bytes of tensors exist, now and at most: an allocator's view of any device, the CPU included.
+"""Count the bytes of live tensors, now and at the peak: an allocator's view, on any device, also the CPU.
 
-Counts every storage that an operation makes, from when it is made until nothing refers to it any more.
+Every storage that an operation creates counts from its creation until nothing refers to it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FLOPS = {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
-"""Operation -> its floating-point operations: torch's table, which leaves out the CPU's attention."""
+"""Operation -> its floating-point operations: torch's table, plus the CPU's attention."""
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts bytes and floating-point operations of what is computed while it is entered.
+    """Counts bytes and floating-point operations of everything computed inside the context.
 
     With a `limit`, an operation that would leave more bytes alive raises torch.OutOfMemoryError.
     """
@@ -38,7 +38,7 @@ class LiveTensors(TorchDispatchMode):
         self.peak = 0
         self.flops = 0
         self._known: dict[int, int] = {}
-        """Storage -> its bytes; 0 for those that others made."""
+        """Storage -> its bytes; 0 for those created outside."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""Where a frozen layer's weight is kept, and how it comes to the device: one function a layer.
+"""Where a frozen layer's weight is stored, and the function (`Fetch`) that brings it to the device.
 
-Weights of the repeated blocks are what there is to save on: only they are quantized or kept in host memory.
+Only weights of the repeated blocks, which are most of the memory, are quantized or offloaded to host memory.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Parts, StoredWeight, plain, quantize
 
 STORES = ("resident", "fp8", "int8", "nf4", "offload")
-"""On the device in the compute dtype; there in fewer bits; in host memory."""
+"""On the device in the compute dtype; on the device in fewer bits; in host memory."""
 
 UNPLACED = "unplaced"
-"""Left where the file's loader put them and placed at each use: for an estimate, which computes nothing, and
-where every weight is read once."""
+"""Weights stay where the loader put them and move at each use: for estimates, which compute nothing, and for
+reading every weight once."""
 
 
 @dataclass
 class Store:
-    """The weights of one network, for the time that they are held."""
+    """The weights of one network during one hold."""
 
     name: str
     """One of STORES."""
     blocks: tuple[str, ...]
-    """Globs of the repeated blocks' paths."""
+    """Globs for the paths of the repeated blocks."""
     dtype: torch.dtype
     device: torch.device
     ring: Ring | None = None
@@ -41,7 +41,7 @@ class Store:
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights in host memory."""
     in_use: tuple[str, Parts] = "", ()
-    """The layer whose weight was copied last, and the copies: DoRA asks for each weight twice."""
+    """The layer copied last, and its copies: DoRA fetches each weight twice."""
 
     def __post_init__(self) -> None:
         if self.name not in (*STORES, UNPLACED):
@@ -51,7 +51,7 @@ class Store:
             self.ring = Ring(StreamCopier(self.device), 0)
 
     def release(self) -> None:
-        """Let go of what is kept in host memory and ends with this hold; no layer may be used any more."""
+        """Free this hold's host memory; its layers must no longer be used."""
         self.in_use = "", ()
         if self.ring is not None:
             self.ring.clear()
@@ -59,7 +59,7 @@ class Store:
             self.pinned.release()
 
     def make_fetch(self, path: str, spec: LayerSpec, weight: StoredWeight) -> Fetch:
-        """Take a layer's host weight and return the function that brings it in."""
+        """Store a layer's host weight; return the function that brings it to the device."""
         if self.name == UNPLACED:
             return lambda dtype, device: self._place(weight).dequantize(dtype).to(device)
         block = block_of(path, self.blocks)
@@ -84,6 +84,7 @@ class Store:
         for key, part in zip(keys, pinned.parts, strict=True):
             ring.add(key, part)
         self.sizes[block] = self.sizes.get(block, 0) + pinned.nbytes
+        # One block ahead: enough to hide the copies, and `weight_bytes` counts two blocks on the device.
         ring.ahead = max(self.sizes.values())
         return lambda dtype, device: dequantize(self._copy(ring, path, keys), dtype).to(device)
 
@@ -91,16 +92,16 @@ class Store:
         return plain(weight.dequantize(self.dtype)) if _has_full_precision(weight) else weight
 
     def _pin(self, path: str, weight: StoredWeight) -> StoredWeight:
-        """Pin a layer's host weight, and record it if there was memory for all of it."""
+        """Pin a layer's host weight, and remember it for the next hold if all of it could be pinned."""
         host = [part.cpu() for part in weight.parts]
         pinned = replace(weight, parts=tuple(map(self.pinned.take, host)))
-        if all(there is not here for there, here in zip(pinned.parts, host, strict=True)):
+        if all(copy is not part for copy, part in zip(pinned.parts, host, strict=True)):
             self.pinned.weights[path] = pinned
         return pinned
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _copy(self, ring: Ring, path: str, keys: Sequence[Hashable]) -> Parts:
-        """Return a layer's weight on the device, copied now or for the previous fetch."""
+        """Return a layer's weight on the device, copied now or by the previous fetch."""
         if self.in_use[0] != path:
             self.in_use = "", ()
             self.in_use = path, tuple(ring.fetch(key) for key in keys)
@@ -121,7 +122,7 @@ def _has_full_precision(weight: StoredWeight) -> bool:
 
 
 def is_quantized(spec: LayerSpec, store: str) -> bool:
-    """Return whether `store` quantizes a block's layer; its file may have done so already."""
+    """Return whether `store` quantizes a block's layer. Only nf4 quantizes an already quantized one again."""
     is_large = spec.kind == "linear" and spec.numel >= SMALLEST
     return store in FORMATS and is_large and (spec.quantized_bytes is None or store == "nf4")
 
@@ -129,10 +130,7 @@ def is_quantized(spec: LayerSpec, store: str) -> bool:
 def weight_bytes(
     specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], store: str, dtype: torch.dtype
 ) -> int:
-    """Return how many bytes of the device the weights of these layers take, in one of STORES.
-
-    What a file has quantized stays as it is there, but for "nf4", which quantizes it further.
-    """
+    """Return the bytes of the device that these layers' weights take in one of STORES."""
     bits = {"fp8": 8.0, "int8": 8.0, "nf4": 4.13}
     total = 0.0
     for path, spec in specs.items():
@@ -140,14 +138,14 @@ def weight_bytes(
         total += spec.numel * bits[store] / 8 if is_quantized_here else layer_bytes(spec, dtype)
     if store == "offload":
         sizes = block_bytes(specs, blocks, dtype).values()
-        total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the one on its way
+        total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the next one
     return int(total)
 
 
 def block_bytes(
     specs: Mapping[str, LayerSpec], blocks: tuple[str, ...], dtype: torch.dtype
 ) -> dict[str, int]:
-    """Return repeated block -> bytes of its layers' weights, in the network's order."""
+    """Return path of each repeated block -> bytes of its weights, in the network's order."""
     sizes: dict[str, int] = {}
     for path, spec in specs.items():
         block = block_of(path, blocks)
@@ -157,5 +155,5 @@ def block_bytes(
 
 
 def layer_bytes(spec: LayerSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's weight: as the file quantized it, else in the compute dtype."""
+    """Return the bytes of a layer's weight: quantized as in its file, or else in the compute dtype."""
     return spec.numel * dtype.itemsize if spec.quantized_bytes is None else spec.quantized_bytes
