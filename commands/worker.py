@@ -125,7 +125,7 @@ def together() -> Iterator[Any]:
     if "WORLD_SIZE" not in os.environ:
         yield device
         return
-    with distributed.joined(device):
+    with distributed.join_processes(device):
         yield device
 
 

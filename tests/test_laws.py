@@ -10,10 +10,10 @@ import torch
 
 from graft.training.adapters.build import attach, restore_adapters
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from graft.training.live_state import Work
-from graft.training.loop import clip_gradients, gradients, initial_state, train
+from graft.training.live_state import LiveState
+from graft.training.loop import clip_gradients, compute_gradients, initial_state, train
 from graft.training.model import Batch
-from graft.training.objective import loss as objective
+from graft.training.objective.loss import draw_loss, loss_at
 from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
@@ -91,7 +91,7 @@ def test_the_losses_of_a_run_are_those_of_its_micro_batches_one_after_another():
     with torch.no_grad(), denoiser.hold(torch.float32):
         for index in range(6):
             batch = TinyDataset().batch(2, seed=7, index=index)
-            losses.append(objective.loss(denoiser, batch, CONFIG.objective, seed=7, index=index)[0].item())
+            losses.append(draw_loss(denoiser, batch, CONFIG.objective, seed=7, index=index)[0].item())
     assert state.losses == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], rel=1e-5)
 
 
@@ -172,7 +172,7 @@ def by_image(denoiser, batch, config, *, seed, index):
     images = [int(name[0]) for name in batch.names]
     noise = [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(50 + image)) for image in images]
     sigma = torch.tensor([0.2 + 0.2 * image for image in images])
-    return objective.loss_at(denoiser, batch, batch.latents, sigma, torch.stack(noise)), sigma
+    return loss_at(denoiser, batch, batch.latents, sigma, torch.stack(noise)), sigma
 
 
 def gradients_of(batch_size, accumulation, dataset=None):
@@ -183,10 +183,10 @@ def gradients_of(batch_size, accumulation, dataset=None):
         optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.0),
     )
     denoiser = TinyDenoiser()
-    work = Work(denoiser, config, run(steps=2), {})
-    with denoiser.hold(torch.float32) as base, attach(base.layers, work.adapters):
-        loss, _, images = gradients(denoiser, dataset or TinyDataset(), config, work)
-    return loss, images, {name: p.grad for name, p in work.parameters.items()}
+    live = LiveState(denoiser, config, run(steps=2), {})
+    with denoiser.hold(torch.float32) as base, attach(base.layers, live.adapters):
+        loss, _, images = compute_gradients(denoiser, dataset or TinyDataset(), config, live)
+    return loss, images, {name: p.grad for name, p in live.parameters.items()}
 
 
 class Uneven(TinyDataset):
@@ -200,7 +200,7 @@ class Uneven(TinyDataset):
 
 @pytest.mark.parametrize(("size", "accumulation", "dataset"), [(2, 2, None), (1, 4, None), (3, 2, Uneven())])
 def test_accumulated_micro_batches_have_the_gradients_of_one_batch(size, accumulation, dataset, monkeypatch):
-    monkeypatch.setattr(objective, "loss", by_image)
+    monkeypatch.setattr("graft.training.loop.draw_loss", by_image)
     loss, _, whole = gradients_of(4, 1)
     parts_loss, images, parts = gradients_of(size, accumulation, dataset)
     assert images == 4 and parts_loss == pytest.approx(loss, rel=1e-5)

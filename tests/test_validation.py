@@ -12,7 +12,7 @@ from graft.training import loop, rng
 from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
 from graft.training.model import OFFLOAD_ALL
-from graft.training.objective import loss as objective
+from graft.training.objective.loss import loss_at
 from graft.training.run.execute import Run, execute, handed_on, run_key
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
@@ -43,7 +43,7 @@ def test_validation_is_the_mean_over_samples_and_noise_levels():
         noise = torch.randn(1, 4, 8, 8, generator=rng.generator(NOISE_SEED, "validation", index))
         for level in LEVELS:
             sigma = torch.tensor([level])
-            losses.append(objective.loss_at(denoiser, batch, batch.latents, sigma, noise).item())
+            losses.append(loss_at(denoiser, batch, batch.latents, sigma, noise).item())
     assert validation_loss(denoiser, samples) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 

@@ -32,16 +32,16 @@ POLL_SECONDS = 2e-4
 
 def rank() -> int:
     """Return the number of this process, 0 for the one that keeps the run."""
-    return dist.get_rank() if _together() else 0
+    return dist.get_rank() if _is_distributed() else 0
 
 
 def world() -> int:
     """Return the number of processes that train together."""
-    return dist.get_world_size() if _together() else 1
+    return dist.get_world_size() if _is_distributed() else 1
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[None]:
+def join_processes(device: torch.device) -> Iterator[None]:
     """Train together with the processes that torchrun started; `device` is where gradients are.
 
     After an error the others are not waited for: the end of the process tells them.
@@ -103,7 +103,7 @@ def _meeting_place() -> dict[str, Any]:
     return {"store": apart, "rank": int(given["RANK"]), "world_size": size}
 
 
-def _together() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 

@@ -22,7 +22,7 @@ from .optimizer.build import (
     build_optimizer,
     final_weights,
     load_optimizer,
-    room_for_memory,
+    reserve_optimizer_state,
     save_optimizer,
     set_lr,
 )
@@ -35,7 +35,7 @@ class MidStep(RuntimeError):
     """A state was asked for in the middle of an optimizer step."""
 
 
-class Work:
+class LiveState:
     """A state taken apart into the objects that training works with."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Work:
         scales = lr_scales(self.adapters, config.adapter)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
         load_optimizer(self.optimizer, config.optimizer, start.optimizer)
-        self._room = room_for_memory(self.optimizer, config.optimizer)
+        self._room = reserve_optimizer_state(self.optimizer, config.optimizer)
         name = config.optimizer.name
         for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
             if value and OPTIMIZERS[name].averages:
@@ -104,7 +104,7 @@ class Work:
         )
 
     @contextmanager
-    def result_in_place(self) -> Iterator[None]:
+    def put_result_in_place(self) -> Iterator[None]:
         """Let the adapters compute with the weights to save: the moving average, or schedule-free's."""
         trained = {name: parameter.data for name, parameter in self.parameters.items()}
         result = {**final_weights(self.optimizer, self.config.optimizer), **self.ema}

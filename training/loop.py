@@ -17,15 +17,15 @@ from . import distributed
 from .adapters.build import build_adapters, draws, initialize, named_parameters, needs_base
 from .adapters.select import select
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
-from .live_state import Work
+from .live_state import LiveState
 from .memory.device_memory import bytes_in_use, peak_bytes, reset_peak
 from .memory.placement import Placement
 from .memory.plan import budget_of, is_limit_hard, plans_that_fit
 from .memory.precision import compute_dtype
 from .memory.weight_store import UNPLACED
 from .model import Batch, Dataset, Denoiser, Samples
-from .objective import loss as objective
-from .optimizer.gradient_check import Coverage
+from .objective.loss import check_sampling, draw_loss
+from .optimizer.gradient_check import GradientCheck
 from .optimizer.schedule import multiplier
 from .state import TrainState, best_step
 from .user_error import NotFiniteError, UserError
@@ -106,80 +106,80 @@ def train(
         raise UserError(f"steps must be at least 1, got {steps}.")
     if config.validation.every and validation is None:
         raise UserError("validation needs held-out images: connect a validation dataset, or set every to 0.")
-    objective.check_sampling(denoiser.sampling, denoiser.family.name)
+    check_sampling(denoiser.sampling, denoiser.family.name)
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
     if start.base != denoiser.fingerprint:  # an earlier version's
         start = replace(start, base=denoiser.fingerprint)
-    start = comparable(start, config, validation)
+    start = drop_stale_validations(start, config, validation)
     if is_over(config.validation, start.validations):
         return start
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
     most = None if budget is None else bytes_in_use(denoiser.device) + budget
     reset_peak(denoiser.device)
-    work = Work(denoiser, config, start, notes)
-    coverage = Coverage(work.parameters, config.adapter)
+    live = LiveState(denoiser, config, start, notes)
+    coverage = GradientCheck(live.parameters, config.adapter)
     clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser)
-    adapted = {path: denoiser.specs[path] for path in work.adapters}
+    adapted = {path: denoiser.specs[path] for path in live.adapters}
     plans = plans_that_fit(denoiser, adapted, config, largest_batch(dataset, config), budget)
     options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
-    with Placement(denoiser, work.adapters, plans, dtype, most, **options) as placement:
-        compute = partial(gradients, denoiser, dataset, config, work)
-        validate = partial(measure, denoiser, validation, work)
+    with Placement(denoiser, live.adapters, plans, dtype, most, **options) as placement:
+        compute = partial(compute_gradients, denoiser, dataset, config, live)
+        validate = partial(measure_if_due, denoiser, validation, live)
         placement.retry(validate)  # the run may have been interrupted before it could
-        while work.step < clock.last and not is_over(config.validation, work.validations):
+        while live.step < clock.last and not is_over(config.validation, live.validations):
             clock.step_begins()
-            step = work.step
+            step = live.step
             lr = config.optimizer.lr * multiplier(config.schedule, step)
             loss, norm, images = placement.retry(compute)
             coverage.look(step)
-            work.optimize(lr, loss)
+            live.optimize(lr, loss)
             clock.step_ends()
             validated = placement.retry(validate)
             report = Progress(
-                step=work.step,
+                step=live.step,
                 loss=loss,
                 lr=lr,
                 grad_norm=norm,
                 seconds=clock.seconds,
-                state=work.snapshot,
+                state=live.snapshot,
                 total=clock.last,
-                smoothed=sum(recent := work.losses[-SMOOTHED_OVER:]) / len(recent),
-                epoch=epochs(dataset, config, work.step),
+                smoothed=sum(recent := live.losses[-SMOOTHED_OVER:]) / len(recent),
+                epoch=epochs(dataset, config, live.step),
                 images=images,
                 validation=validated,
-                best=validated is not None and best_step(work.validations) == work.step,
-                time_left=clock.left(work.step),
+                best=validated is not None and best_step(live.validations) == live.step,
+                time_left=clock.left(live.step),
                 memory=peak_bytes(denoiser.device),
                 plan=placement.plan.short,
                 base_given_back=placement.give_back,
             )
             if distributed.share(on_step(report) == STOP):
                 break
-    return work.snapshot()
+    return live.snapshot()
 
 
-def gradients(
-    denoiser: Denoiser, dataset: Dataset, config: TrainConfig, work: Work
+def compute_gradients(
+    denoiser: Denoiser, dataset: Dataset, config: TrainConfig, live: LiveState
 ) -> tuple[float, float, int]:
     """Fill the gradients of the next step, finite and clipped; return its loss, their norm and its images.
 
     In fp16, a step whose gradients overflow is computed again at half the loss scale.
     """
     while True:
-        scale = work.loss_scale.value if work.loss_scale else 1.0
-        own = backward(denoiser, dataset, config, work.step, scale)
-        total, images = distributed.sum_gradients(work.parameters, *own)
+        scale = live.loss_scale.value if live.loss_scale else 1.0
+        own = backward(denoiser, dataset, config, live.step, scale)
+        total, images = distributed.sum_gradients(live.parameters, *own)
         loss = total / images
         expected = config.batch_size * config.gradient_accumulation  # where buckets end, batches are short
-        multiply_gradients(work.parameters.values(), expected / images / scale)
-        norm = clip_gradients(work.parameters.values(), config.optimizer.max_grad_norm)
-        if math.isfinite(norm) or work.loss_scale is None or scale == 1.0:
+        multiply_gradients(live.parameters.values(), expected / images / scale)
+        norm = clip_gradients(live.parameters.values(), config.optimizer.max_grad_norm)
+        if math.isfinite(norm) or live.loss_scale is None or scale == 1.0:
             break
-        work.loss_scale = work.loss_scale.halved()
-        work.optimizer.zero_grad(set_to_none=True)
-    require_finite(loss, norm, work.step)
+        live.loss_scale = live.loss_scale.halved()
+        live.optimizer.zero_grad(set_to_none=True)
+    require_finite(loss, norm, live.step)
     return loss, norm, images
 
 
@@ -196,7 +196,7 @@ def backward(
         index = step * config.gradient_accumulation + micro
         batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
         with draws(config.seed, index):
-            loss, sigma = objective.loss(denoiser, batch, config.objective, seed=config.seed, index=index)
+            loss, sigma = draw_loss(denoiser, batch, config.objective, seed=config.seed, index=index)
             share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
             (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
         value = loss.item()  # not before: the device would be waited for between the passes
@@ -229,20 +229,20 @@ def require_finite(loss: float, norm: float, step: int) -> None:
         )
 
 
-def measure(denoiser: Denoiser, samples: Samples | None, work: Work) -> float | None:
+def measure_if_due(denoiser: Denoiser, samples: Samples | None, live: LiveState) -> float | None:
     """Return the loss on the held-out images with the weights that would be saved, where it is due."""
-    every, limit = work.config.validation.every, work.config.validation.limit
-    done = work.validations and work.validations[-1][0] == work.step
-    if samples is None or not every or not work.step or work.step % every or done:
+    every, limit = live.config.validation.every, live.config.validation.limit
+    done = live.validations and live.validations[-1][0] == live.step
+    if samples is None or not every or not live.step or live.step % every or done:
         return None
-    with work.result_in_place():
-        guidance = work.config.objective.guidance
+    with live.put_result_in_place():
+        guidance = live.config.objective.guidance
         value = distributed.share(held_out_loss(denoiser, samples, guidance=guidance, limit=limit))
-    work.validations.append((work.step, value))
+    live.validations.append((live.step, value))
     return value
 
 
-def comparable(state: TrainState, config: TrainConfig, samples: Samples | None) -> TrainState:
+def drop_stale_validations(state: TrainState, config: TrainConfig, samples: Samples | None) -> TrainState:
     """Return the state without losses on other held-out images than those it will be measured on, or at
     another guidance."""
     if samples is None or not config.validation.every:

@@ -32,13 +32,13 @@ class Terminated(BaseException):
 
 
 @contextmanager
-def saving_run() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Mark a run as under way; in the main thread, put signals off until `raise_if_asked`."""
     global _running
     with _lock:
         _running += 1
     try:
-        with answered_by(_put_off, signal.SIGTERM, signal.SIGINT):
+        with handle_signals(_put_off, signal.SIGTERM, signal.SIGINT):
             yield
     finally:
         with _lock:
@@ -46,7 +46,7 @@ def saving_run() -> Iterator[None]:
 
 
 @contextmanager
-def answered_by(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+def handle_signals(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
     """In the main thread, let `handler` answer these signals for the duration of the context."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if is_main}

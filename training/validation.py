@@ -19,7 +19,7 @@ from .memory.placement import Placement
 from .memory.plan import MemoryPlan, candidates
 from .memory.precision import compute_dtype
 from .model import Batch, Denoiser, OnProgress, Samples, Sampling, no_progress
-from .objective import loss as objective
+from .objective.loss import check_sampling, loss_at, with_guidance
 from .objective.sigmas import is_flow, to_sigmas
 from .state import TrainState
 from .user_error import UserError
@@ -44,7 +44,7 @@ def validation_loss(
     Takes the base meanwhile, offloaded if it does not fit, and gives it back as it was. A `limit` above 0
     measures so many samples, evenly spread. Raises UserError without samples or for other layers' states.
     """
-    objective.check_sampling(denoiser.sampling, denoiser.family.name)
+    check_sampling(denoiser.sampling, denoiser.family.name)
     memory = memory or MemoryConfig()
     plans = [MemoryPlan(base, "none") for base in dict.fromkeys(plan.base for plan in candidates(memory))]
     adapters = {}
@@ -88,11 +88,11 @@ def sample_loss(denoiser: Denoiser, batch: Batch, index: int, guidance: float = 
     """
     device = denoiser.device
     given = ObjectiveConfig(guidance=guidance)
-    batch = objective.with_guidance(replace(batch, weights=None), given, denoiser.family)
+    batch = with_guidance(replace(batch, weights=None), given, denoiser.family)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
     noise = torch.randn(x0.shape, generator=rng.generator(NOISE_SEED, "validation", index)).to(device)
     levels = noise_levels(denoiser.sampling).to(device)
-    losses = [objective.loss_at(denoiser, batch, x0, level[None], noise) for level in levels]
+    losses = [loss_at(denoiser, batch, x0, level[None], noise) for level in levels]
     return torch.stack(losses).mean().item()
 
 

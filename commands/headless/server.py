@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ...training.log import log
-from ...training.signals import GRACE, answered_by
+from ...training.signals import GRACE, handle_signals
 from ...training.user_error import FileError, UserError
 
 GRAFT = Path(__file__).resolve().parents[2]
@@ -285,7 +285,7 @@ def server(
             **APART,
         )
     running = Server(process, port, base, log_file)
-    with answered_by(_leave, *ENDING):
+    with handle_signals(_leave, *ENDING):
         try:
             _wait_until_ready(running)
             yield running

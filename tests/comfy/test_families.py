@@ -27,7 +27,7 @@ from graft.training.config import (
 from graft.training.family import CONVOLUTIONS
 from graft.training.files.lora.read import lora_tensors
 from graft.training.loop import initial_state, train
-from graft.training.objective.loss import loss, noised
+from graft.training.objective.loss import add_noise, draw_loss
 
 CONFIG = TrainConfig(
     batch_size=2,
@@ -262,7 +262,7 @@ def test_flux_blocks_are_restored_after_an_error():
 def prediction(name, batch, config=ObjectiveConfig()):  # noqa: B008 - frozen
     denoiser = ComfyDenoiser(TINY[name]())
     with torch.no_grad(), denoiser.hold(torch.float32):
-        return loss(denoiser, batch, config, seed=0, index=0)[0]
+        return draw_loss(denoiser, batch, config, seed=0, index=0)[0]
 
 
 def test_guidance_reaches_flux_and_defaults_to_one():
@@ -342,7 +342,7 @@ def test_latents_enter_the_model_with_the_same_statistics_in_every_bucket_and_ba
         latents = denoiser.scale_latents(batch.latents)
         raw.append(denoiser.model.latent_format.process_in(batch.latents))
         low = torch.full((len(indices),), float(max(sigma, denoiser.sampling.sigma_min)))
-        x_t, _ = noised(denoiser.sampling, low, torch.zeros_like(latents), latents)
+        x_t, _ = add_noise(denoiser.sampling, low, torch.zeros_like(latents), latents)
         denoiser.model.apply_model = watch
         with torch.no_grad():
             denoiser.denoise(x_t, low, batch)
@@ -390,7 +390,7 @@ def pretrain(denoiser, tiny, steps):
     with training_mode(), make_differentiable(network):
         for step in range(steps):
             batch = tiny.batch((100 + 2 * step, 101 + 2 * step))
-            value = loss(denoiser, batch, ObjectiveConfig(), seed=11, index=step)[0]
+            value = draw_loss(denoiser, batch, ObjectiveConfig(), seed=11, index=step)[0]
             optimizer.zero_grad()
             value.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -411,9 +411,9 @@ def test_four_images_overfit(name, monkeypatch):
     monkeypatch.setattr(rng, "generator", lambda seed, *key: draw(seed, key[-1]))
     batch = tiny.batch(range(4))
     x0 = denoiser.scale_latents(batch.latents)
-    sigma = loss(denoiser, batch, CONFIG.objective, seed=CONFIG.seed, index=0)[1]
+    sigma = draw_loss(denoiser, batch, CONFIG.objective, seed=CONFIG.seed, index=0)[1]
     noise = torch.randn(x0.shape, generator=draw(CONFIG.seed, "noise"))
-    _, target = noised(denoiser.sampling, sigma, noise, x0)
+    _, target = add_noise(denoiser.sampling, sigma, noise, x0)
     config = dataclasses.replace(CONFIG, batch_size=4, schedule=ScheduleConfig())
     losses = train(denoiser, Samples(tiny, range(4)), config, None, steps=200).losses
     print(f"{name}: loss {losses[0] / target.var():.3f} Var(target) -> {losses[-1] / target.var():.4f}")

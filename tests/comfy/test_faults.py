@@ -13,7 +13,7 @@ from graft.training.comfy.model import encoder, loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.run import samples
 from graft.training.data.batch import EncodedDataset
-from graft.training.live_state import Work
+from graft.training.live_state import LiveState
 from graft.training.run import execute as run
 
 from .test_samples import images, sampled  # noqa: F401 (a fixture)
@@ -25,7 +25,7 @@ PHASES = {
     "choosing a batch": (EncodedDataset, "batch"),
     "forward pass": (ComfyDenoiser, "denoise"),
     "clipping": (loop, "clip_gradients"),
-    "optimizer step": (Work, "optimize"),
+    "optimizer step": (LiveState, "optimize"),
     "validation": (validation, "sample_loss"),
     "writing a checkpoint": (run, "save_state"),
     "writing the LoRA beside it": (run, "write_lora"),

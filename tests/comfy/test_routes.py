@@ -83,7 +83,7 @@ def test_the_log_comes_from_a_byte_on(run):
 
 
 def test_a_run_that_has_begun_has_nothing_before_its_first_step(run):
-    with session.session("people/begun-0", first=0, last=9):
+    with session.show_run("people/begun-0", first=0, last=9):
         assert get("/graft/log?run=people/begun-0")["entries"] == []
         assert get("/graft/files?run=people/begun-0") == {"samples": [], "checkpoints": []}
     session._runs.pop("people/begun-0")
@@ -138,7 +138,7 @@ def test_links_that_lead_out_of_the_run_are_not_followed(run):
 
 def test_finish_ends_a_run_under_way_and_no_other(run):
     live = session.LiveRun(RUN, "5", "w", 0, 9, 1)
-    with session.session(RUN, first=0, last=9, node_id="5", workflow="w") as on_step:
+    with session.show_run(RUN, first=0, last=9, node_id="5", workflow="w") as on_step:
         assert get("/graft/runs")["runs"][-1] == {**vars(live), "step": 0}
         step = Progress(1, 1.0, 1e-4, 1.0, 0.1, state=lambda: None)
         assert on_step(step) is None
@@ -170,7 +170,7 @@ def trained(run, monkeypatch):
     monkeypatch.setattr(session, "_runs", {})
     for name in ("anna-0", "rex-0"):
         settings = queued.run_settings(graph(name[:-2]), "5")
-        with session.session(name, first=0, last=9, node_id="5", workflow="w", settings=settings):
+        with session.show_run(name, first=0, last=9, node_id="5", workflow="w", settings=settings):
             pass
     early = graph("people/anna", learning_rate=3e-4)
     queued.note_queued(run, queued.run_settings(early, "5"), 3)

@@ -102,7 +102,7 @@ def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt
     monkeypatch.setattr(samples_module, "_picture", lambda *arguments: drawn.append(arguments[3]))
     plan = samples_module.SamplePrompts("clip", "vae", ("(happy:1.2) [trigger]",))
     family = types.SimpleNamespace(bucket_step=16, cfg=4.0)
-    list(samples_module.pictures(plan, None, types.SimpleNamespace(step=0), family, "ganyu (genshin)"))
+    list(samples_module.draw_samples(plan, None, types.SimpleNamespace(step=0), family, "ganyu (genshin)"))
     assert drawn == [r"(happy:1.2) ganyu \(genshin\)"]
 
 
@@ -301,7 +301,7 @@ def test_the_guidance_scale_is_the_models_unless_one_is_set(monkeypatch, model, 
     monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
     monkeypatch.setattr(samples_module, "_sample", lambda plan, *_: drawn.append(plan.cfg))
     for given in (plan, dataclasses.replace(plan, cfg=3.0)):
-        list(samples_module.pictures(given, None, None, family))
+        list(samples_module.draw_samples(given, None, None, family))
     assert drawn == [cfg, 3.0]
     without_effect = "the negative prompt of Sample Prompts has no effect at cfg 1."
     assert plan.notes(family) == ([without_effect] if cfg == 1 else [])
@@ -311,7 +311,7 @@ def test_the_guidance_scale_is_the_models_unless_one_is_set(monkeypatch, model, 
 
 def test_the_grid_is_drawn_at_the_guidance_scale_of_the_file_it_comes_from(execute, base, monkeypatch):
     drawn = []
-    monkeypatch.setattr(grid, "pictures", lambda plan, *_, **__: iter([drawn.append(plan.cfg)]))
+    monkeypatch.setattr(grid, "draw_samples", lambda plan, *_, **__: iter([drawn.append(plan.cfg)]))
     tiny = folder_paths.get_full_path_or_raise("checkpoints", "graft_tiny_sd3.safetensors")
     shutil.copy(tiny, base / "models" / "checkpoints" / "tiny_turbo.safetensors")
     prompt = sampled("turbo_grid", every=0, cfg=0.0, prompts="a square")
@@ -364,8 +364,8 @@ def test_strengths_are_numbers_with_commas():
 
 
 def test_checkpoints_are_evenly_spread_and_the_last_is_among_them():
-    assert grid.evenly(list(range(1, 8)), 3) == [2, 4, 7]
-    assert grid.evenly([1, 2], 6) == [1, 2]
+    assert grid.spread_evenly(list(range(1, 8)), 3) == [2, 4, 7]
+    assert grid.spread_evenly([1, 2], 6) == [1, 2]
 
 
 def test_the_stock_loss_graph_draws_the_loss_map(execute, base, comfyui, graft_nodes):

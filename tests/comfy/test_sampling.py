@@ -6,7 +6,7 @@ import comfy.supported_models
 import pytest
 import torch
 
-from graft.training.objective.loss import check_sampling, network_output, noised
+from graft.training.objective.loss import add_noise, check_sampling, network_output
 from graft.training.objective.weighting import Level
 
 TYPES = list(comfy.model_base.ModelType)
@@ -30,7 +30,7 @@ def test_the_target_denoises_to_the_image(kind, shape):
     sampling = sampling_of(kind)
     x0, noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     sigma = sigmas_of(sampling)
-    x_t, target = noised(sampling, sigma, noise, x0)
+    x_t, target = add_noise(sampling, sigma, noise, x0)
     denoised = sampling.calculate_denoised(sigma, target, x_t)
     assert (denoised - x0).norm() <= 1e-5 * x0.norm()
     check_sampling(sampling, kind.name)
@@ -41,7 +41,7 @@ def test_the_output_is_recovered_from_the_denoised_image(kind):
     sampling = sampling_of(kind)
     x0, noise, output = torch.randn(3, 5, 4, 8, 6, generator=torch.Generator().manual_seed(0))
     sigma = sigmas_of(sampling)
-    x_t, _ = noised(sampling, sigma, noise, x0)
+    x_t, _ = add_noise(sampling, sigma, noise, x0)
     found = network_output(sampling, sigma, x_t, sampling.calculate_denoised(sigma, output, x_t))
     assert (found - output).norm() <= 1e-3 * output.norm()
 
@@ -78,7 +78,7 @@ def test_zero_terminal_snr_trains_through_the_models_own_sampling():
     sampling = Rescaled(zsnr=True)
     x0, noise = torch.randn(2, 1, 4, 8, 8)
     sigma = sampling.sigma_max.reshape(1)
-    x_t, target = noised(sampling, sigma, noise, x0)
+    x_t, target = add_noise(sampling, sigma, noise, x0)
     assert float(sigma) > 4000
     torch.testing.assert_close(
         target, -x0, rtol=0, atol=2e-3

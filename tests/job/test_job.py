@@ -19,7 +19,7 @@ from graft.training.files.lora.diffusers import FILE_FORMATS
 from graft.training.job.graph import NODES
 from graft.training.job.keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS, Beside
 from graft.training.job.read import compile_job, read_job
-from graft.training.objective.sigmas import biased, draw_sigmas
+from graft.training.objective.sigmas import apply_bias, draw_sigmas
 
 from ..support.tiny import Flow
 
@@ -768,7 +768,7 @@ def test_a_timestep_type_says_nothing_about_a_model_that_is_no_flow(tmp_path):
 
 def test_style_takes_the_levels_at_the_cube_of_their_quantile(tmp_path):
     config, u = objective(tmp_path, "flux", content_or_style="style"), torch.linspace(0.01, 0.99, 9)
-    torch.testing.assert_close(biased(u, config.bias), u**3)
+    torch.testing.assert_close(apply_bias(u, config.bias), u**3)
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "zimage:turbo", "qwen_image:2512"])

@@ -13,7 +13,7 @@ import torch
 from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
-from graft.training.live_state import Work
+from graft.training.live_state import LiveState
 from graft.training.loop import initial_state, train
 from graft.training.memory.activation_checkpointing import MODES
 from graft.training.memory.estimate import StepEstimate
@@ -252,16 +252,16 @@ def test_an_optimizer_step_takes_what_is_counted(weights):
     optimizer = OptimizerConfig(name="sgd", weights=weights)
     config = replace(CONFIG, optimizer=optimizer)
     denoiser = TinyDenoiser()
-    work = Work(denoiser, config, initial_state(denoiser, config), {})
-    work.optimizer.param_groups[0]["foreach"] = True  # as on a card
-    largest = max(p.numel() for p in work.parameters.values())
+    live = LiveState(denoiser, config, initial_state(denoiser, config), {})
+    live.optimizer.param_groups[0]["foreach"] = True  # as on a card
+    largest = max(p.numel() for p in live.parameters.values())
     with LiveTensors() as live:
         for _ in range(2):  # the first one makes the optimizer's memory
             before = live.now
-            for parameter in work.parameters.values():
+            for parameter in live.parameters.values():
                 parameter.grad = torch.ones_like(parameter)
             live.peak = live.now
-            work.optimize(1e-3, 0.0)
+            live.optimize(1e-3, 0.0)
     counted = optimizing_bytes(denoiser.specs, config)
     assert abs(live.peak - before - counted) <= 12 * largest < counted / 4
 
@@ -279,14 +279,14 @@ def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeyp
     def start(*args):
         nonlocal free
         free -= GIB // 4
-        return Work(*args)
+        return LiveState(*args)
 
     def noting(denoiser, adapted, config, batch, budget):
         budgets.append(budget)
         return candidates(config.memory)
 
     monkeypatch.setattr(TinyDenoiser, "free_bytes", lambda denoiser: free)
-    monkeypatch.setattr("graft.training.loop.Work", start)
+    monkeypatch.setattr("graft.training.loop.LiveState", start)
     monkeypatch.setattr("graft.training.loop.plans_that_fit", noting)
     train(TinyDenoiser(), Sized(), CONFIG, None, steps=1)
     assert budgets == [GIB]

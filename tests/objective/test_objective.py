@@ -15,7 +15,7 @@ from graft.training.objective import sigmas
 from graft.training.objective.loss import (
     check_sampling,
     differential_target,
-    loss,
+    draw_loss,
     loss_at,
     with_guidance,
 )
@@ -120,15 +120,15 @@ def test_levels_of_models_that_are_no_flow_are_positions_in_their_schedule():
 
 
 def test_shift_is_esser_2024_eq_23_and_undone_by_its_inverse():
-    torch.testing.assert_close(sigmas.shifted(U, 3.0), 3 * U / (1 + 2 * U))
-    torch.testing.assert_close(sigmas.shifted(sigmas.shifted(U, 3.0), 1 / 3), U)
+    torch.testing.assert_close(sigmas.shift_levels(U, 3.0), 3 * U / (1 + 2 * U))
+    torch.testing.assert_close(sigmas.shift_levels(sigmas.shift_levels(U, 3.0), 1 / 3), U)
 
 
 @pytest.mark.parametrize("tokens, mu", [(256, 0.5), (4096, 1.15), (1024, 0.63)])
 def test_flux_shifts_by_exp_mu_linear_in_the_tokens(tokens, mu):
     assert shift_for(tokens, ObjectiveConfig(resolution_shift="flux"), FAMILY) == pytest.approx(math.exp(mu))
     t, shift = 0.3, math.exp(mu)  # and a shift of exp(mu) is the time shift of flux/sampling.py
-    assert sigmas.shifted(torch.tensor(t), shift).item() == pytest.approx(shift / (shift + (1 / t - 1)))
+    assert sigmas.shift_levels(torch.tensor(t), shift).item() == pytest.approx(shift / (shift + (1 / t - 1)))
 
 
 def test_sd3_shifts_by_the_square_root_of_the_size():
@@ -446,7 +446,7 @@ def test_every_objective_gives_a_finite_repeatable_loss(settings):
         ObjectiveConfig(**settings),
     )
     with torch.no_grad(), denoiser.hold(torch.float32):
-        one, two = (loss(denoiser, batch, config, seed=0, index=5)[0] for _ in range(2))
+        one, two = (draw_loss(denoiser, batch, config, seed=0, index=5)[0] for _ in range(2))
     assert torch.isfinite(one) and torch.equal(one, two)
 
 
@@ -482,7 +482,7 @@ def test_every_setting_reaches_the_loss(field):
     for settings in (needed, {**needed, field.name: value}):
         denoiser = TinyDenoiser()
         with torch.no_grad(), denoiser.hold(torch.float32):
-            losses.add(loss(denoiser, batch, ObjectiveConfig(**settings), seed=0, index=5)[0].item())
+            losses.add(draw_loss(denoiser, batch, ObjectiveConfig(**settings), seed=0, index=5)[0].item())
     assert len(losses) == 2
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from graft.tests.support.adapter_cases import adapter_config
 from graft.training.config import AdapterConfig, EmaConfig, MemoryConfig, OptimizerConfig, TrainConfig
-from graft.training.live_state import Work
+from graft.training.live_state import LiveState
 from graft.training.loop import initial_state
 from graft.training.memory.precision import DTYPES
 from graft.training.optimizer import bitsandbytes_fixes as bits
@@ -324,8 +324,8 @@ def test_what_starts_from_the_base_starts_at_nothing_in_bf16_too():
     adapter = adapter_config("pissa")
     config = TrainConfig(adapter=adapter, optimizer=settings("adamw", weights="bf16"))
     denoiser = TinyDenoiser()
-    work = Work(denoiser, config, initial_state(denoiser, config), {})
-    assert all(not adapter.product().any() for adapter in work.adapters.values())
+    live = LiveState(denoiser, config, initial_state(denoiser, config), {})
+    assert all(not adapter.product().any() for adapter in live.adapters.values())
 
 
 def test_dora_keeps_the_lengths_of_the_base_in_float32():
@@ -333,10 +333,10 @@ def test_dora_keeps_the_lengths_of_the_base_in_float32():
     config = TrainConfig(adapter=adapter_config("dora"), optimizer=settings("adamw", weights="bf16"))
     denoiser = TinyDenoiser()
     start = initial_state(denoiser, config)
-    work = Work(denoiser, config, start, {})
+    live = LiveState(denoiser, config, start, {})
     lengths = {name: tensor for name, tensor in start.weights.items() if name.endswith(".magnitude")}
-    assert lengths and all(torch.equal(work.weights[name], tensor) for name, tensor in lengths.items())
-    assert {p.dtype for n, p in work.weights.items() if n not in lengths} == {torch.bfloat16}
+    assert lengths and all(torch.equal(live.weights[name], tensor) for name, tensor in lengths.items())
+    assert {p.dtype for n, p in live.weights.items() if n not in lengths} == {torch.bfloat16}
     state = train(steps=2, config=config)
     assert any(not torch.equal(t.bfloat16().float(), t) for n, t in state.weights.items() if n in lengths)
 

@@ -29,7 +29,7 @@ from graft.training.config import (
     to_dict,
 )
 from graft.training.files.lora.read import lora_tensors
-from graft.training.live_state import Work
+from graft.training.live_state import LiveState
 from graft.training.loop import STOP
 from graft.training.optimizer.build import OPTIMIZERS
 from graft.training.run import execute as run_module
@@ -43,8 +43,8 @@ from graft.training.run.execute import (
     run_of,
     states_up_to,
 )
-from graft.training.run.lock import locked
-from graft.training.run.restarts import earlier_notes
+from graft.training.run.lock import lock_folder
+from graft.training.run.restarts import restart_notes
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
 
@@ -201,7 +201,7 @@ def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text(text)
     (tmp_path / "config.json").write_text(text)
-    assert earlier_notes(Run(tmp_path), CONFIG, None, 6) == []
+    assert restart_notes(Run(tmp_path), CONFIG, None, 6) == []
     seen = []
     assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
     assert seen == [4, 5, 6] and "Falling back" in caplog.text
@@ -301,7 +301,7 @@ def test_the_time_that_is_left_goes_by_the_pace_so_far(tmp_path, monkeypatch):
 
 def test_one_run_is_not_trained_twice_at_a_time(tmp_path):
     go(tmp_path, 1)
-    with locked(tmp_path), pytest.raises(ValueError, match=f"already, by process {os.getpid()}; wait"):
+    with lock_folder(tmp_path), pytest.raises(ValueError, match=f"already, by process {os.getpid()}; wait"):
         go(tmp_path, 2)
     assert go(tmp_path, 2).step == 2
 
@@ -389,13 +389,13 @@ def test_a_run_in_another_thread_is_saved_by_an_interrupt(tmp_path):
 
 def test_a_parameter_that_no_gradient_reaches_is_named(caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    build = Work.__init__
+    build = LiveState.__init__
 
     def cut_off(self, *args):
         build(self, *args)
         self.adapters["blocks.0.mlp"].forward = lambda layer, x: layer.forward(x)
 
-    monkeypatch.setattr(Work, "__init__", cut_off)
+    monkeypatch.setattr(LiveState, "__init__", cut_off)
     train_without_a_folder(steps=1)
     assert "no gradient" not in caplog.text
     train_without_a_folder(steps=2)

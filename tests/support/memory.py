@@ -12,7 +12,7 @@ from graft.training.loop import initial_state
 from graft.training.memory.activation_checkpointing import checkpoint_blocks
 from graft.training.memory.compiling import Compiled
 from graft.training.memory.tensor_counter import LiveTensors
-from graft.training.objective.loss import loss
+from graft.training.objective.loss import draw_loss
 
 
 def saved_bytes(compute):
@@ -41,7 +41,7 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
         units = denoiser.family.checkpointed
         blocks = Compiled().compile_blocks(base, units) if config.memory.compile else nullcontext()
         with attach(base.layers, adapters), blocks, checkpoint_blocks(base.module, units, mode), draws(0, 0):
-            value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
+            value, _ = draw_loss(denoiser, batch, config.objective, seed=0, index=0)
             value.backward()
     return value.item(), {f"{p}.{n}": t.grad for p, a in adapters.items() for n, t in a.named_parameters()}
 
@@ -54,7 +54,7 @@ def measured(denoiser, batch, config, mode, dtype=torch.float32):
         units = denoiser.family.checkpointed
         with attach(base.layers, adapters), checkpoint_blocks(base.module, units, mode), draws(0, 0):
             with LiveTensors() as live:
-                value, _ = loss(denoiser, batch, config.objective, seed=0, index=0)
+                value, _ = draw_loss(denoiser, batch, config.objective, seed=0, index=0)
                 kept = live.now
                 value.backward()
     return live, kept

@@ -76,7 +76,9 @@ def main(folder: Path, cases: list[str], doomed: int) -> None:
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    together = distributed.joined(torch.device("cpu")) if "WORLD_SIZE" in os.environ else nullcontext()
+    together = (
+        distributed.join_processes(torch.device("cpu")) if "WORLD_SIZE" in os.environ else nullcontext()
+    )
     with together:
         for case in cases:
             state = go(folder, case, on_step=die).load()

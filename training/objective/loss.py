@@ -25,7 +25,7 @@ from .sigmas import draw_sigmas
 from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
 
 
-def loss(
+def draw_loss(
     denoiser: Denoiser, batch: Batch, config: ObjectiveConfig, *, seed: int, index: int
 ) -> tuple[Tensor, Tensor]:
     """Return the mean loss of micro-batch `index` (differentiable scalar) and its noise levels (B,)."""
@@ -57,9 +57,9 @@ def loss_at(
     `config.input_perturbation` times its size, not the target (Ning et al. 2023, arXiv:2301.11706, alg. 1).
     """
     sampling = denoiser.sampling
-    x_t, target = noised(sampling, sigma, noise, x0)
+    x_t, target = add_noise(sampling, sigma, noise, x0)
     if perturbation is not None:
-        x_t, _ = noised(sampling, sigma, noise + config.input_perturbation * perturbation.to(noise), x0)
+        x_t, _ = add_noise(sampling, sigma, noise + config.input_perturbation * perturbation.to(noise), x0)
     output = network_output(sampling, sigma, x_t, denoiser.denoise(x_t, sigma, batch))
     if config.differential_guidance != 1.0:
         target = differential_target(output.detach(), target, config.differential_guidance)
@@ -70,7 +70,7 @@ def loss_at(
     return _mean(error, batch)
 
 
-def noised(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
+def add_noise(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
     """Return x_t at noise level `sigma` and the network output that would denoise it to x0 exactly."""
     x_t = sampling.noise_scaling(column(sigma, x0.ndim), noise.clone(), x0)
     return x_t, network_output(sampling, sigma, x_t, x0)
@@ -145,4 +145,4 @@ def _choice(table: Mapping[str, Callable[..., Tensor]], name: str, setting: str)
     return table[name]
 
 
-__all__ = ["check_sampling", "draw_sigmas", "loss", "loss_at", "network_output", "noised"]
+__all__ = ["check_sampling", "draw_loss", "draw_sigmas", "loss_at", "network_output", "add_noise"]

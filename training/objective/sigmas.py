@@ -41,8 +41,8 @@ def draw_sigmas(
     u = torch.rand(count, generator=generator)
     if config.stratified:
         u = (order + u) / count
-    t = SIGMAS[name](biased(u.clamp(1e-4, 1 - 1e-4), config.bias), config)
-    t = shifted(t, shift_for(tokens, config, family))
+    t = SIGMAS[name](apply_bias(u.clamp(1e-4, 1 - 1e-4), config.bias), config)
+    t = shift_levels(t, shift_for(tokens, config, family))
     t = config.min_noise + (config.max_noise - config.min_noise) * t
     return to_sigmas(sampling, t, flow=name != "schedule" and is_flow(sampling))
 
@@ -76,7 +76,7 @@ def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
     return RESOLUTION_SHIFTS[rule](config.shift or family.shift, tokens)
 
 
-def shifted(level: Tensor, shift: float) -> Tensor:
+def shift_levels(level: Tensor, shift: float) -> Tensor:
     """Move noise levels towards noise for shift > 1: shift*t / (1 + (shift-1)*t).
 
     Esser et al. 2024, arXiv:2403.03206, eq. 23.
@@ -100,7 +100,7 @@ def sd3_shift(shift: float, tokens: float) -> float:
     return shift * math.sqrt(tokens / 4096)
 
 
-def biased(u: Tensor, bias: float) -> Tensor:
+def apply_bias(u: Tensor, bias: float) -> Tensor:
     """Make uniform u in (0, 1) denser near 1 for bias > 0 and near 0 for bias < 0: u ** (2 ** -bias)."""
     return u if bias == 0 else u ** (2.0**-bias)
 

@@ -1,7 +1,8 @@
-"""Optimizers as rows of a table, and their memory as flat tensors and numbers for a file without pickle.
+"""Optimizers as rows of a table, and their state as flat tensors and numbers for a file without pickle.
 
-The one rule: a memory never overrides a setting. What is saved is what the optimizer learned of the gradients;
-learning rate, betas and the rest are the configuration's, also after a resume with another.
+The one rule: saved state never overrides a setting. The state is what the optimizer has gathered from the
+gradients; the learning rate, the betas and the rest come from the configuration, also when a resumed run has
+a different one.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ TRAINED = "trained"
 """Key of the weights that a schedule-free optimizer trains at."""
 
 
-def room_for_memory(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[Tensor]:
+def reserve_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[Tensor]:
     """Return tensors of the size of all that `optimizer` will remember; none where it remembers already.
 
     Whoever holds them until its first step finds out before it whether there is enough memory, when no weight

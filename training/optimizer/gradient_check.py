@@ -20,7 +20,7 @@ from ..user_error import UserError
 SHOWN = 8
 
 
-class Coverage:
+class GradientCheck:
     """Watches the first steps of a run."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdapterConfig) -> None:
@@ -48,8 +48,8 @@ class Coverage:
         if len(self.silent) == self.total:
             raise UserError(
                 f"step {step + 1}: no gradient has reached any of the {self.total} parameters, so nothing "
-                "would be learned. Clear 'include' and 'exclude' in Build LoRA; if there are masks, make them "
-                "white where the subject is."
+                "would be learned. Clear 'include' and 'exclude' in Build LoRA; if the dataset has masks, make "
+                "them white where the subject is."
             )
         log.warning("%s", self.report(step))
 

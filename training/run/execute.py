@@ -35,10 +35,10 @@ from ..live_state import MidStep
 from ..log import log
 from ..loop import STOP, OnStep, Progress, ignore, initial_state, train
 from ..model import Dataset, Denoiser, Samples
-from ..signals import raise_if_asked, saving_run
+from ..signals import defer_signals, raise_if_asked
 from ..state import TrainState, best_step
 from ..user_error import FileError, UserError
-from .lock import locked
+from .lock import lock_folder
 from .reserve import Reserve
 from .run_log import RunLog
 from .saved_state import (
@@ -147,7 +147,7 @@ def execute(
     target = first + steps
     if distributed.rank():
         return follow(run, denoiser, dataset, config, target, on_step=on_step, validation=validation)
-    with locked(run.folder), saving_run():
+    with lock_folder(run.folder), defer_signals():
         tidy(run)
         newest = latest(run, first, target)
         begin = start.load if start else partial(initial_state, denoiser, config)
@@ -213,7 +213,7 @@ def follow(
         raise_if_asked()
         return on_step(progress)
 
-    with saving_run():
+    with defer_signals():
         state: TrainState | None = distributed.share(None)
         if state is not None:
             steps = target - state.step

@@ -25,7 +25,7 @@ PLACE = 1 << 20
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, which is made if need be.
 
     Raises UserError when another run holds it, and OSError when the folder cannot be written.

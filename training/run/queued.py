@@ -50,12 +50,12 @@ def run_settings(graph: Any, node: str | None, added: Added = none_added) -> str
 
 def note_queued(folder: Path, settings: str, last: int) -> None:
     """Note in a run's folder that it was queued to step `last` with these settings."""
-    newest = [*queued(folder).items(), (settings, last)][-MOST_QUEUED:]
+    newest = [*read_queued(folder).items(), (settings, last)][-MOST_QUEUED:]
     with suppress(OSError):
         write_text(folder / QUEUED, json.dumps(dict(newest), indent=1))
 
 
-def queued(folder: Path) -> dict[str, int]:
+def read_queued(folder: Path) -> dict[str, int]:
     """Return the digests that the run in `folder` was queued with, each with the last step asked for."""
     with suppress(OSError, ValueError):
         return {

@@ -20,7 +20,7 @@ SHOWN = 4
 """Differences that are listed."""
 
 
-def earlier_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
+def restart_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
     """Return a sentence when `run`, asked for step `last`, was ended before that by Finish, or has no
     checkpoint to go on from, and the last run of its name has; none where the state `start` comes from it.
     """

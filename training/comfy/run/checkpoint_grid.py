@@ -16,7 +16,7 @@ from ...run.execute import run_of, states_up_to
 from ...run.saved_state import StateHandle
 from ...state import best_step
 from ...user_error import UserError
-from .samples import SamplePrompts, pictures
+from .samples import SamplePrompts, draw_samples
 
 LARGEST_PICTURE = 512
 """Height in pixels of a picture in the grid; larger ones are reduced to it."""
@@ -67,7 +67,7 @@ def checkpoint_grid(
     The checkpoints are at most so many of those that the run of `handle` has kept up to it, evenly spread,
     the last among them. A picture that does not fit into memory is left blank.
     """
-    handles = evenly(states_up_to(handle), checkpoints)
+    handles = spread_evenly(states_up_to(handle), checkpoints)
     for note in plan.notes(family):
         log.warning("%s", note)
     plan = plan.of(family)
@@ -77,7 +77,7 @@ def checkpoint_grid(
     for chosen in handles:
         state = chosen.load()
         for strength in strengths:
-            found = pictures(plan, model, state, family_named(state.family), trigger, strength=strength)
+            found = draw_samples(plan, model, state, family_named(state.family), trigger, strength=strength)
             for number, image in enumerate(found):
                 drawn[number].append(image or Image.new("RGB", (plan.width, plan.height), "white"))
                 done = len(rows) * len(plan.prompts) + number + 1
@@ -94,7 +94,7 @@ def checkpoint_grid(
     return sample_grid(columns, rows, title=_title(handle), subtitle=subtitle, height=height)
 
 
-def evenly(handles: Sequence[StateHandle], count: int) -> list[StateHandle]:
+def spread_evenly(handles: Sequence[StateHandle], count: int) -> list[StateHandle]:
     """Return at most `count` of `handles`, evenly spread, the last one among them."""
     count = min(count, len(handles))
     return [handles[(number + 1) * len(handles) // count - 1] for number in range(count)]

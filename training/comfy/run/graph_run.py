@@ -16,14 +16,14 @@ from ...loop import OnStep
 from ...model import Samples
 from ...run.execute import Run, States, execute, handed_on, run_key
 from ...run.queued import note_queued, run_settings
-from ...run.restarts import earlier_notes
+from ...run.restarts import restart_notes
 from ...run.saved_state import StateHandle
 from ..files import paths
 from ..model.denoiser import ComfyDenoiser
 from . import workers
 from .notes import family_in, model_file, run_notes
 from .samples import SamplePrompts, SampleWriter
-from .session import session
+from .session import show_run
 from .shown_run import added_inputs
 
 
@@ -98,7 +98,7 @@ class GraphRun:
         sizes = self.dataset.index.buckets
         found = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
         found += self.prompts.notes(self.family) if self.prompts else []
-        return found + earlier_notes(Run(self.folder), self.config, self.start, self.last)
+        return found + restart_notes(Run(self.folder), self.config, self.start, self.last)
 
     def train(self) -> StateHandle:
         """Return the state that the run hands on, training what of it is not there yet.
@@ -108,7 +108,7 @@ class GraphRun:
         workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
             return handed_on(Run(self.folder), self.start, self.last, self.config)
-        with session(
+        with show_run(
             paths.run_name(self.folder),
             first=self.first,
             last=self.last,

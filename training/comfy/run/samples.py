@@ -168,7 +168,7 @@ class SampleWriter:
         interrupted = comfy.model_management.InterruptProcessingException  # an Exception in one ComfyUI
         bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
         try:
-            drawn = pictures(plan, self.model, state, self.family, self.trigger)
+            drawn = draw_samples(plan, self.model, state, self.family, self.trigger)
             for number, image in zip(numbers, drawn, strict=True):
                 if image is not None:
                     texts = {**self.metadata, "graft_prompt": self.plan.prompts[number]}
@@ -183,7 +183,7 @@ class SampleWriter:
             )
 
 
-def pictures(
+def draw_samples(
     plan: SamplePrompts,
     model: Any,
     state: TrainState,

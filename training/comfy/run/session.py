@@ -59,7 +59,7 @@ def request_finish(run: str) -> bool:
 
 
 @contextmanager
-def session(
+def show_run(
     run: str,
     *,
     first: int,

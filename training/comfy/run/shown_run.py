@@ -9,7 +9,7 @@ from typing import Any
 import nodes
 
 from ...config import ADDED
-from ...run.queued import QUEUED, nodes_of, queued, run_settings
+from ...run.queued import QUEUED, nodes_of, read_queued, run_settings
 from ..files import paths
 from .session import known_runs
 
@@ -53,7 +53,7 @@ def _from_folder(name: Any, settings: str) -> dict[str, Any] | None:
         for folder in pattern.parent.glob("*"):
             key = folder.name.removeprefix(pattern.name)
             if folder.name.startswith(pattern.name) and re.fullmatch("[0-9a-f]{16}", key):
-                last = queued(folder).get(settings)
+                last = read_queued(folder).get(settings)
                 if last is not None:
                     found.append(((folder / QUEUED).stat().st_mtime, folder, last))
     if not found:
