@@ -21,8 +21,9 @@ from PIL import Image
 from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
 from ..training.job.graph import Prompt, of_kind
+from ..training.run.checkpoints import Checkpoints
 from ..training.run.drawing import Column, loss_plot, sample_grid
-from ..training.run.execute import Run, latest
+from ..training.run.folder import Run
 from ..training.run.run_log import clock
 from ..training.user_error import UserError
 from . import demo_prompts as prompts
@@ -310,7 +311,7 @@ def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float
 
 def losses_of(folder: Path, steps: int) -> tuple[float, ...]:
     """Return the loss of every step of a finished run, read from its last checkpoint."""
-    handle = latest(Run(folder), 0, steps)
+    handle = Checkpoints(Run(folder)).latest(after=0, up_to=steps)
     if handle is None:
         raise UserError(f"{folder.name}: the run left no readable checkpoint.")
     return handle.load().losses

@@ -16,7 +16,8 @@ from ..training.files.lora.metadata import WEIGHTS, lora_metadata, write_lora
 from ..training.files.tensor_file import TensorFile
 from ..training.files.whole_file import WINDOWS
 from ..training.memory.precision import DTYPES
-from ..training.run.execute import Run, newest
+from ..training.run.checkpoints import Checkpoints
+from ..training.run.folder import Run
 from ..training.run.run_log import read_log
 from ..training.run.saved_state import StateHandle, open_state, save_state
 from ..training.user_error import UserError
@@ -222,7 +223,7 @@ def _saved(name: str) -> StateHandle:
     folder = paths.state_folder(name)
     if (folder / "state.json").exists():
         return open_state(folder)
-    found = newest(Run(paths.existing_run(name)))
+    found = Checkpoints(Run(paths.existing_run(name))).latest()
     if found is None:
         raise UserError(
             f"Load Training State: {name!r} is neither a state in {folder.parent} nor a run with a "

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from graft.training import distributed
-from graft.training.run.execute import Run, latest
+from graft.training.run.checkpoints import Checkpoints
+from graft.training.run.folder import Run
 from graft.training.run.saved_state import load_state
 
 from .support import ranks
@@ -122,7 +123,7 @@ def test_four_processes_train_what_one_does_to_within_rounding(tmp_path):
 def test_a_lost_worker_ends_the_run_with_a_state_and_a_restart_ends_equal(tmp_path):
     codes = start(tmp_path, ["plain"], 2, doomed=3)
     assert codes[0] > 0 and codes[1] < 0
-    assert latest(Run(tmp_path / "plain"), 0, ranks.STEPS).step == 3
+    assert Checkpoints(Run(tmp_path / "plain")).latest().step == 3
     codes = start(tmp_path, ["plain"], 2)
     assert codes == [0, 0]
     assert_same(load_state(tmp_path / "plain-0"), alone(tmp_path, "plain"))

@@ -13,7 +13,9 @@ from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationC
 from graft.training.loop import initial_state, train
 from graft.training.model import OFFLOAD_ALL
 from graft.training.objective.loss import loss_at
-from graft.training.run.execute import Run, execute, handed_on, run_key
+from graft.training.run.checkpoints import Checkpoints
+from graft.training.run.execute import execute, run_key
+from graft.training.run.folder import Run
 from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
 
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
@@ -180,7 +182,7 @@ def test_a_run_that_ended_early_costs_no_step_and_hands_on_its_best(scripted, tm
     handle = go(on_step=lambda p: scripted.append(p.step))
     assert handle.step == 3 and scripted[-1] == 6
     assert go(on_step=scripted.append) == handle and scripted[-1] == 6
-    assert handed_on(run, None, 9, config) == handle
+    assert Checkpoints(run).find_result(None, 9, config) == handle
 
 
 def test_a_run_that_only_got_worse_than_its_start_hands_the_start_on(scripted, tmp_path):

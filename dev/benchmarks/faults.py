@@ -145,7 +145,8 @@ def train(folder: Path, optimizer: str, steps: int) -> str:
     """Train the tiny denoiser, saving every step, or go on from what is there; return the state's digest."""
     from graft.tests.support.tiny import TinyDataset, TinyDenoiser, TinySamples
     from graft.training import config as c
-    from graft.training.run.execute import Run, execute
+    from graft.training.run.execute import execute
+    from graft.training.run.folder import Run
 
     averages = optimizer.startswith("schedule-free")
     config = c.TrainConfig(

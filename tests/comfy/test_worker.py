@@ -25,7 +25,8 @@ from graft.training.comfy.run import session, workers
 from graft.training.job.graph import NODES, of_kind
 from graft.training.job.read import compile_job
 from graft.training.loop import STOP
-from graft.training.run.execute import Run, latest
+from graft.training.run.checkpoints import Checkpoints
+from graft.training.run.folder import Run
 from graft.training.run.run_log import read_log
 
 from .test_job import images, small
@@ -118,7 +119,7 @@ def test_train_steps_starts_processes_that_go_on_from_what_this_one_trained(
     assert difference(load_file(base / "output" / "loras" / "by two.safetensors"), alone) <= 1e-6
     for name, last in {"first": 1, "second": 2, "third": 3}.items():
         runs = list((base / "output" / "graft").glob(f"{name}-*"))
-        assert [latest(Run(run), 0, 99).step for run in runs] == [last]
+        assert [Checkpoints(Run(run)).latest().step for run in runs] == [last]
 
 
 @own_processes
@@ -140,7 +141,7 @@ def test_processes_of_a_server_that_is_killed_save_and_end(comfyui, job, tmp_pat
         running.kill()
     assert psutil.wait_procs(processes, 60)[1] == []
     [run] = (running.base / "output" / "graft").glob("job-*")
-    saved = latest(Run(run), 0, 100_000).step
+    saved = Checkpoints(Run(run)).latest().step
     assert len(log) <= saved == len(steps_in(running.base)) < 100_000
     assert not list(tmp_path.glob("graft-*"))
 

@@ -237,7 +237,7 @@ def test_errors_that_were_not_meant_for_people_are_seen():
         "graft.training.data.image_file.BadImage: no",
         "FloatingPointError: NaN",
     ]
-    meant += ["graft.training.run.execute.DiskFull: no room", "FileNotFoundError: a.png is gone"]
+    meant += ["graft.training.run.watch.DiskFull: no room", "FileNotFoundError: a.png is gone"]
     meant += ["comfy.model_management.InterruptProcessingException"]
     assert target.raw_tracebacks("".join(map(log_of, raw + meant))) == raw
     assert target.raw_tracebacks(log_of("KeyError: 1", "/x/comfy/sd.py")) == []

@@ -32,21 +32,16 @@ from graft.training.files.lora.read import lora_tensors
 from graft.training.live_state import LiveState
 from graft.training.loop import STOP
 from graft.training.optimizer.build import OPTIMIZERS
-from graft.training.run import execute as run_module
-from graft.training.run import lock
-from graft.training.run.execute import (
-    DiskFull,
-    Run,
-    execute,
-    handed_on,
-    run_key,
-    run_of,
-    states_up_to,
-)
+from graft.training.run import checkpoints as checkpoints_module
+from graft.training.run import lock, watch
+from graft.training.run.checkpoints import Checkpoints
+from graft.training.run.execute import execute, run_key
+from graft.training.run.folder import Run
 from graft.training.run.lock import lock_folder
 from graft.training.run.restarts import restart_notes
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
+from graft.training.run.watch import DiskFull
 
 from ..support.adapter_cases import METHODS, adapter_config, train_config
 from ..support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
@@ -140,7 +135,7 @@ def finish_at(step):
 
 def test_a_finished_run_costs_nothing_for_the_same_steps_and_goes_on_for_any_other_number(tmp_path):
     stop = go(tmp_path, 9, on_step=finish_at(2))
-    assert stop.step == 2 and handed_on(Run(tmp_path), None, 9, CONFIG) == stop
+    assert stop.step == 2 and Checkpoints(Run(tmp_path)).find_result(None, 9, CONFIG) == stop
     seen = []
     assert [go(tmp_path, steps, on_step=counting(seen)) for steps in (9, 2)] == [stop] * 2
     assert not seen and go(tmp_path, 1).step == 1
@@ -165,7 +160,7 @@ def test_a_run_behind_a_finished_one_is_finished_and_continued_in_the_same_way(t
 def test_a_run_that_was_deleted_hands_nothing_on(tmp_path):
     stop = go(tmp_path, 2)
     with pytest.raises(ValueError, match="no training state after step 2 here.* queue the graph again"):
-        handed_on(Run(tmp_path), stop, 4, CONFIG)
+        Checkpoints(Run(tmp_path)).find_result(stop, 4, CONFIG)
 
 
 def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path, monkeypatch, caplog):
@@ -220,11 +215,12 @@ def test_newest_checkpoints_results_and_the_best_one_are_kept(tmp_path):
 def test_a_state_knows_the_sound_ones_of_its_run_before_it(tmp_path):
     go(tmp_path / "run", 4, saving=CheckpointConfig(minutes=0, steps=0, keep=9))
     handle = open_state(Run(tmp_path / "run").checkpoint(3))
-    assert [found.step for found in states_up_to(handle)] == [1, 2, 3]
+    leading = Checkpoints(Run(tmp_path / "run")).leading_to
+    assert [state.step for state in leading(handle)] == [1, 2, 3]
     (Run(tmp_path / "run").checkpoint(2) / "state.json").write_text("torn")
-    assert [found.step for found in states_up_to(handle)] == [1, 3]
+    assert [state.step for state in leading(handle)] == [1, 3]
     elsewhere = save_state(handle.load(), tmp_path / "saved")
-    assert states_up_to(elsewhere) == [elsewhere] and run_of(elsewhere) is None
+    assert Run.of(elsewhere) is None and Run.of(handle) == Run(tmp_path / "run")
 
 
 def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
@@ -321,7 +317,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_step(tmp_path):
 
 
 def test_a_run_does_not_start_on_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(DiskFull, match="0 MB are free"):
         go(tmp_path, 1)
 
@@ -329,8 +325,8 @@ def test_a_run_does_not_start_on_a_full_disk(tmp_path, monkeypatch):
 def test_a_disk_that_fills_up_stops_the_run_with_a_saved_state(tmp_path, monkeypatch):
     free = iter([1 << 40, 1 << 40, 0])
     usage = shutil._ntuple_diskusage
-    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: usage(1, 1, next(free)))
+    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: usage(1, 1, next(free)))
     with pytest.raises(DiskFull, match="queue the graph again"):
         go(tmp_path, 9, saving=CheckpointConfig(minutes=60))
     monkeypatch.undo()
@@ -339,21 +335,21 @@ def test_a_disk_that_fills_up_stops_the_run_with_a_saved_state(tmp_path, monkeyp
 
 
 def test_a_failed_write_is_reported_and_training_goes_on(tmp_path, monkeypatch, caplog):
-    save, failures = run_module.save_state, [OSError("locked")] * 3  # the first is tried again at once
+    save, failures = watch.save_state, [OSError("locked")] * 3  # the first is tried again at once
 
     def sometimes(state, folder):
         if failures:
             raise failures.pop()
         return save(state, folder)
 
-    monkeypatch.setattr(run_module, "save_state", sometimes)
+    monkeypatch.setattr(watch, "save_state", sometimes)
     assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
     assert caplog.text.count("could not be saved (locked)") == 2
 
 
 def test_a_state_that_another_one_replaced_is_not_loaded(tmp_path):
     handle = go(tmp_path, 2)
-    run_module.save_state(train_without_a_folder(steps=1), handle.path)
+    save_state(train_without_a_folder(steps=1), handle.path)
     with pytest.raises(ValueError, match="another training state"):
         handle.load()
 
@@ -463,7 +459,7 @@ def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch,
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_module, "write_lora", full)
+    monkeypatch.setattr(watch, "write_lora", full)
     assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
     assert "the LoRA file of step 1 could not be written" in caplog.text
 
@@ -472,22 +468,22 @@ def test_a_drive_that_is_away_for_a_moment_does_not_end_a_run(tmp_path, monkeypa
     def away(path):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 1 << 40))
-    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 1 << 40))
+    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0)
 
     def on_step(progress):
-        monkeypatch.setattr(run_module.shutil, "disk_usage", away)
+        monkeypatch.setattr(watch.shutil, "disk_usage", away)
 
     assert go(tmp_path, 3, on_step=on_step).step == 3
 
 
 def test_the_last_save_waits_for_a_drive_and_says_what_is_lost_without_one(tmp_path, monkeypatch):
-    save, failures = run_module.save_state, [OSError("away"), OSError("away")]
-    monkeypatch.setattr(run_module, "save_state", lambda *args: _fail(failures) or save(*args))
-    monkeypatch.setattr(run_module.time, "sleep", lambda seconds: None)
+    save, failures = watch.save_state, [OSError("away"), OSError("away")]
+    monkeypatch.setattr(watch, "save_state", lambda *args: _fail(failures) or save(*args))
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
     rarely = CheckpointConfig(minutes=60)
     assert go(tmp_path, 3, saving=rarely).step == 3 and not failures
-    monkeypatch.setattr(run_module, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
     failures += [OSError("away")] * 2
     with pytest.raises(OSError, match="could not be saved .away.. What it trained after .* is lost") as error:
         go(tmp_path, 5, saving=rarely)
@@ -517,7 +513,7 @@ def test_a_lora_file_that_cannot_be_removed_does_not_keep_a_run_from_being_saved
 def test_a_kill_between_a_checkpoint_and_its_lora_file_costs_neither(tmp_path, monkeypatch):
     """The file is written when the run goes on; and one whose checkpoint is pruned never outlives it."""
     saving = CheckpointConfig(steps=2, minutes=0, keep=1, lora=True)
-    monkeypatch.setattr(run_module, "write_lora_of", failing)
+    monkeypatch.setattr(watch, "save_lora", failing)
     with pytest.raises(Cancelled):
         go(tmp_path, 4, saving=saving)
     assert saved(tmp_path) and not list((tmp_path / "loras").glob("*"))
@@ -527,7 +523,7 @@ def test_a_kill_between_a_checkpoint_and_its_lora_file_costs_neither(tmp_path, m
     with pytest.raises(RuntimeError):
         go(tmp_path, 12, saving=saving, on_step=failing_at(5, RuntimeError()))
     assert Run(tmp_path, saving).lora(5).exists()
-    monkeypatch.setattr(run_module, "remove_state", failing)
+    monkeypatch.setattr(checkpoints_module, "remove_state", failing)
     with pytest.raises(Cancelled):
         go(tmp_path, 12, saving=saving)
     monkeypatch.undo()

@@ -10,8 +10,8 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from graft.training.config import CheckpointConfig, OptimizerConfig, ScheduleConfig, ValidationConfig
-from graft.training.run import execute as run_module
-from graft.training.run.execute import DiskFull
+from graft.training.run import watch
+from graft.training.run.watch import DiskFull
 from graft.training.validation import validation_loss
 
 from ..support.tiny import TinyDenoiser, TinySamples
@@ -38,8 +38,8 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("margin", [0, 100_000])
 def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_with_more_room(small_disk, monkeypatch, margin):
     """With a margin the run stops in time; without one it does when the space that it held had to be used."""
-    monkeypatch.setattr(run_module, "MARGIN", margin)
-    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0 if margin else 1e9)
+    monkeypatch.setattr(watch, "MARGIN", margin)
+    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0 if margin else 1e9)
     many = CheckpointConfig(steps=1, keep=100)
     with pytest.raises(OSError, match="Free some space"):
         go(small_disk / "run", 30, saving=many)
@@ -60,8 +60,8 @@ def test_a_disk_that_is_full_from_one_step_to_the_next_costs_none(
     """Noticed by a look at the disk, or not before the save at the end."""
     if not allocates:
         monkeypatch.delattr(os, "posix_fallocate")
-    monkeypatch.setattr(run_module, "MARGIN", 100_000)
-    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 0.0 if noticed else 1e9)
+    monkeypatch.setattr(watch, "MARGIN", 100_000)
+    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0 if noticed else 1e9)
 
     def fill_up(progress):
         if progress.step == 3:
@@ -80,8 +80,8 @@ def test_a_disk_that_is_full_from_one_step_to_the_next_costs_none(
 
 
 def test_a_run_that_needs_the_space_it_held_ends_with_its_checkpoint(small_disk, monkeypatch):
-    monkeypatch.setattr(run_module, "MARGIN", 0)
-    monkeypatch.setattr(run_module, "DISK_CHECK_SECONDS", 1e9)
+    monkeypatch.setattr(watch, "MARGIN", 0)
+    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 1e9)
 
     def fill_up(progress):
         with suppress(OSError), (small_disk / "other").open("ab", buffering=0) as file:

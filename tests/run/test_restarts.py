@@ -7,7 +7,7 @@ import dataclasses
 from graft.tests.run.test_execute import CONFIG, go
 from graft.training.config import MemoryConfig, OptimizerConfig
 from graft.training.loop import STOP
-from graft.training.run.execute import Run
+from graft.training.run.folder import Run
 from graft.training.run.restarts import restart_notes
 
 OTHER = dataclasses.replace(CONFIG, batch_size=1, optimizer=OptimizerConfig(lr=0.5))

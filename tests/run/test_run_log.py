@@ -15,7 +15,8 @@ from graft.training.config import CheckpointConfig
 from graft.training.loop import Progress
 from graft.training.optional import optional
 from graft.training.run import run_log
-from graft.training.run.execute import Run, execute
+from graft.training.run.execute import execute
+from graft.training.run.folder import Run
 from graft.training.run.run_log import RunLog, clock, describe, entry, read_entries, read_log
 
 from ..support.tiny import TinyDataset, TinyDenoiser

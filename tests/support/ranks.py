@@ -32,7 +32,8 @@ from graft.training.config import (  # noqa: E402
     TrainConfig,
     ValidationConfig,
 )
-from graft.training.run.execute import Run, execute  # noqa: E402
+from graft.training.run.execute import execute  # noqa: E402
+from graft.training.run.folder import Run  # noqa: E402
 from graft.training.run.saved_state import save_state  # noqa: E402
 
 STEPS = 6

@@ -48,8 +48,8 @@ class GradientCheck:
         if len(self.silent) == self.total:
             raise UserError(
                 f"step {step + 1}: no gradient has reached any of the {self.total} parameters, so nothing "
-                "would be learned. Clear 'include' and 'exclude' in Build LoRA; if the dataset has masks, make "
-                "them white where the subject is."
+                "would be learned. Clear 'include' and 'exclude' in Build LoRA; if the dataset has masks, "
+                "make them white where the subject is."
             )
         log.warning("%s", self.report(step))
 

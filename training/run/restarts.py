@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import TrainConfig, from_dict
-from .execute import Run, is_end, saved_steps
+from .checkpoints import Checkpoints
+from .folder import Run
 from .saved_state import StateHandle, read_object
 
 SHOWN = 4
@@ -24,15 +25,16 @@ def restart_notes(run: Run, config: TrainConfig, start: StateHandle | None, last
     """Return a sentence when `run`, asked for step `last`, was ended before that by Finish, or has no
     checkpoint to go on from, and the last run of its name has; none where the state `start` comes from it.
     """
-    saved = saved_steps(run)
+    checkpoints = Checkpoints(run)
+    saved = checkpoints.steps()
     step = max((step for step in saved if step <= last), default=last)
-    if step < last and is_end(run, step, last):
+    if step < last and checkpoints.is_end(step, last):
         return [f"ended by Finish at step {step} of {last}; any other number of steps above {step} goes on."]
     if saved:
         return []
     others = [Run(path.parent) for path in run.folder.parent.glob(f"{run.name}-*/config.json")]
     for other in sorted(others, key=_changed_at, reverse=True):
-        reached = saved_steps(other) if other.name == run.name else []
+        reached = Checkpoints(other).steps() if other.name == run.name else []
         if not reached:
             continue
         if start is not None and other.folder in start.path.parents:

@@ -11,8 +11,9 @@ from PIL import Image
 from ...family import Family, family_named
 from ...log import log
 from ...model import OnProgress
+from ...run.checkpoints import Checkpoints
 from ...run.drawing import Column, loss_plot, sample_grid
-from ...run.execute import run_of, states_up_to
+from ...run.folder import Run
 from ...run.saved_state import StateHandle
 from ...state import best_step
 from ...user_error import UserError
@@ -67,7 +68,8 @@ def checkpoint_grid(
     The checkpoints are at most so many of those that the run of `handle` has kept up to it, evenly spread,
     the last among them. A picture that does not fit into memory is left blank.
     """
-    handles = spread_evenly(states_up_to(handle), checkpoints)
+    run = Run.of(handle)
+    handles = spread_evenly(Checkpoints(run).leading_to(handle) if run else [handle], checkpoints)
     for note in plan.notes(family):
         log.warning("%s", note)
     plan = plan.of(family)
@@ -102,5 +104,5 @@ def spread_evenly(handles: Sequence[StateHandle], count: int) -> list[StateHandl
 
 def _title(handle: StateHandle) -> str:
     """Name the run without its key."""
-    run = run_of(handle)
+    run = Run.of(handle)
     return run.name if run else handle.path.name

@@ -14,7 +14,9 @@ from ...family import Family
 from ...files.lora.metadata import run_metadata
 from ...loop import OnStep
 from ...model import Samples
-from ...run.execute import Run, States, execute, handed_on, run_key
+from ...run.checkpoints import Checkpoints, States
+from ...run.execute import execute, run_key
+from ...run.folder import Run
 from ...run.queued import note_queued, run_settings
 from ...run.restarts import restart_notes
 from ...run.saved_state import StateHandle
@@ -107,7 +109,7 @@ class GraphRun:
         """
         workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
-            return handed_on(Run(self.folder), self.start, self.last, self.config)
+            return Checkpoints(Run(self.folder)).find_result(self.start, self.last, self.config)
         with show_run(
             paths.run_name(self.folder),
             first=self.first,

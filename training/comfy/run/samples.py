@@ -28,7 +28,7 @@ from ...files.whole_file import whole_file
 from ...log import log
 from ...loop import STOP, OnStep, Progress
 from ...memory.out_of_memory import is_out_of_memory
-from ...run.execute import States
+from ...run.checkpoints import States
 from ...state import TrainState
 from ...user_error import UserError
 from ..files.trained_lora import with_lora

@@ -23,7 +23,8 @@ import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
 from ...files.leftovers import FOR_WORKERS, scratch_folder
 from ...loop import STOP, OnStep, Progress
-from ...run.execute import Run, finish, is_end, latest
+from ...run.checkpoints import Checkpoints
+from ...run.folder import Run
 from ...run.run_log import read_entries
 from ...state import TrainState
 from ...user_error import UserError
@@ -50,9 +51,10 @@ def train(
     They are fewer after Finish, and when a run is ended by its settings. Raises UserError on Windows, and
     with their own words when the processes fail; the run is then saved, as it is on Cancel.
     """
-    found = latest(run, first, last)
-    if found is not None and is_end(run, found.step, last):
-        return found.step - first
+    checkpoints = Checkpoints(run)
+    saved = checkpoints.latest(after=first, up_to=last)
+    if saved is not None and checkpoints.is_end(saved.step, last):
+        return saved.step - first
     if sys.platform == "win32":
         raise UserError(
             "gpus: PyTorch for Windows has no NCCL, by which graphics cards work together. Set gpus to 1 and "
@@ -70,15 +72,15 @@ def train(
         graph, words = scratch / "graph.json", scratch / "words.log"
         graph.write_text(json.dumps(prompt), encoding="utf-8")
         with words.open("wb") as output, _started(graph, node, run, count, output) as process:
-            finished = _follow(run, process, on_step, found.step if found else first, last)
+            finished = _follow(run, process, on_step, saved.step if saved else first, last)
         if process.returncode and not finished:
             said = _errors_in(words.read_text(encoding="utf-8", errors="replace"))
             raise UserError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
-    reached = latest(run, first, last)
+    reached = checkpoints.latest(after=first, up_to=last)
     if reached is None:
         raise UserError("the run was finished before its first step.")
     if finished:
-        finish(run, reached.step, last)
+        checkpoints.finish(reached.step, last)
     return reached.step - first
 
 
