@@ -108,8 +108,8 @@ def test_a_base_that_is_given_back_leaves_the_card_and_comes_again_as_it_was(exa
     expected = trained(base="resident")  # libraries take their work space for good
     before, taken = torch.cuda.memory_allocated(CARD), []
 
-    def on_step(progress):
-        with progress.base_given_back():
+    def on_step(progress, handles):
+        with handles.give_base_back():
             gc.collect()
             taken.append(torch.cuda.memory_allocated(CARD) - before)
 
@@ -172,7 +172,14 @@ def test_what_a_step_takes_is_estimated_within_a_tenth(mode):
 def test_memory_is_counted_from_where_a_run_begins():
     before = torch.empty(1 << 30, dtype=torch.uint8, device=CARD).nbytes  # let go of at once
     seen = []
-    train(OnCard(), Large(), CONFIG, None, steps=1, on_step=lambda progress: seen.append(progress.memory))
+    train(
+        OnCard(),
+        Large(),
+        CONFIG,
+        None,
+        steps=1,
+        on_step=lambda progress, handles: seen.append(progress.memory),
+    )
     assert 0 < seen[0] < before
 
 

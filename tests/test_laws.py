@@ -58,7 +58,7 @@ def test_training_does_not_change_the_state_it_starts_from():
 
 def test_a_state_of_another_lora_is_refused_with_what_differs():
     other = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=8, alpha=2.0, targets="all"))
-    with pytest.raises(ValueError, match="step 1 holds a LoRA of rank 4, but the settings ask for rank 8;"):
+    with pytest.raises(ValueError, match="step 1 holds a LoRA with rank 4, but the settings ask for rank 8;"):
         run(run(steps=1), steps=1, config=other)
 
 
@@ -152,7 +152,7 @@ def test_the_base_is_byte_identical_after_training_and_after_an_error():
 
 
 def _fail(denoiser):
-    def interrupt(progress):
+    def interrupt(progress, handles):
         raise KeyError("cancelled")
 
     train(denoiser, TinyDataset(), CONFIG, None, steps=3, on_step=interrupt)

@@ -169,7 +169,7 @@ def scripted(monkeypatch):
 
 def test_a_run_ends_when_validation_has_not_improved_for_long_enough(scripted):
     patience = ValidationConfig(every=1, patience=2)
-    state = validated(9, config=patience, on_step=lambda p: scripted.append(p.best))
+    state = validated(9, config=patience, on_step=lambda p, handles: scripted.append(p.best))
     assert state.step == 5 and scripted == [True, True, True, False, False]
     assert validated(9, state, config=patience) is state
 
@@ -179,9 +179,9 @@ def test_a_run_that_ended_early_costs_no_step_and_hands_on_its_best(scripted, tm
     config = dataclasses.replace(CONFIG, validation=patience)
     run = Run(tmp_path, CheckpointConfig(keep=1))
     go = partial(execute, run, TinyDenoiser(), TinyDataset(), config, None, steps=9, validation=TinySamples())
-    handle = go(on_step=lambda p: scripted.append(p.step))
+    handle = go(on_step=lambda p, handles: scripted.append(p.step))
     assert handle.step == 3 and scripted[-1] == 6
-    assert go(on_step=scripted.append) == handle and scripted[-1] == 6
+    assert go(on_step=lambda p, handles: scripted.append(p)) == handle and scripted[-1] == 6
     assert Checkpoints(run).find_result(None, 9, config) == handle
 
 
@@ -190,11 +190,11 @@ def test_a_run_that_only_got_worse_than_its_start_hands_the_start_on(scripted, t
     go = partial(
         execute, denoiser=TinyDenoiser(), dataset=TinyDataset(), config=best, validation=TinySamples()
     )
-    first = go(Run(tmp_path / "a"), start=None, steps=4, on_step=lambda p: scripted.append(p.step))
+    first = go(Run(tmp_path / "a"), start=None, steps=4, on_step=lambda p, handles: scripted.append(p.step))
     assert first.step == 3
-    second = go(Run(tmp_path / "b"), start=first, steps=2, on_step=lambda p: scripted.append(p.step))
+    second = go(Run(tmp_path / "b"), start=first, steps=2, on_step=lambda p, handles: scripted.append(p.step))
     assert second == first and scripted[-1] == 5
-    longer = go(Run(tmp_path / "b"), start=first, steps=3, on_step=lambda p: scripted.append(p.step))
+    longer = go(Run(tmp_path / "b"), start=first, steps=3, on_step=lambda p, handles: scripted.append(p.step))
     assert longer.step == 6
 
 

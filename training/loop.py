@@ -1,11 +1,11 @@
-"""The training loop. Read it from top to bottom: all that happens in a run happens here, in this order."""
+"""The training loop. Read it from top to bottom: what happens in a run happens here, in this order."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -32,15 +32,15 @@ from .user_error import NotFiniteError, UserError
 from .validation import held_out_loss
 
 STOP = "stop"
-"""What `on_step` returns to end the run after the step that it was told of."""
+"""What `on_step` returns to end the run after the current step."""
 
-SMOOTHED_OVER = 50
-"""Steps whose mean is the smoothed loss."""
+SMOOTHING_STEPS = 50
+"""The smoothed loss is the mean of so many steps."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What happened in one optimizer step."""
+    """What happened in one optimizer step, in numbers and words."""
 
     step: int
     """Steps done so far, this one included."""
@@ -48,35 +48,41 @@ class Progress:
     lr: float
     grad_norm: float
     seconds: float
-    state: Callable[[], TrainState]
-    """Copies the state after this step; good until the next one begins."""
     total: int = 0
     """The step at which this part of the run ends."""
     smoothed: float = math.nan
     """Mean loss of the last steps."""
     epoch: float | None = None
-    """How often the dataset was gone through, where it counts that."""
+    """Passes over the dataset so far, if it counts them."""
     images: int = 0
-    """Seen in this step."""
+    """Images in this step."""
     validation: float | None = None
     """Loss on the held-out images, after the steps at which it is measured."""
     best: bool = False
-    """That loss is the lowest so far."""
+    """Whether that loss is the lowest so far."""
     time_left: float = math.nan
-    """Seconds, at the pace so far, whatever it is spent on."""
+    """Seconds left at the pace so far, everything included."""
     memory: int = 0
-    """Most bytes that were in use on the device; 0 where that is not counted."""
+    """Peak bytes in use on the device; 0 where that is not counted."""
     plan: str = ""
-    """How memory was spent, by the names that Memory Settings has for it: "offload, block"."""
-    base_given_back: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context in which the base is its owner's again, as it was: to draw samples, say. Training goes on
-    afterwards as if it had not been entered."""
+    """The memory plan, in the words of Memory Settings: "offload, block"."""
 
 
-OnStep = Callable[[Progress], str | None]
+@dataclass(frozen=True)
+class Handles:
+    """What `on_step` can reach between two steps."""
+
+    state: Callable[[], TrainState]
+    """Returns a copy of the state after this step; good until the next step begins."""
+    give_base_back: Callable[[], AbstractContextManager[None]]
+    """A context in which the base belongs to its owner again, unchanged, to draw samples for example.
+    Training then goes on as if nothing had happened."""
 
 
-def ignore(progress: Progress) -> None:
+OnStep = Callable[[Progress, Handles], str | None]
+
+
+def ignore(progress: Progress, handles: Handles) -> None:
     """Watch nothing."""
 
 
@@ -99,63 +105,66 @@ def train(
     ends early when `on_step` returns STOP, and when the loss on the held-out `validation` images has not
     improved for as long as the settings allow.
 
-    Raises UserError for settings that cannot work and NotFiniteError when the loss stops being a
-    number; the last `Progress` given to `on_step` then still holds a sound state.
+    Raises UserError for settings that cannot work, and NotFiniteError when the loss is no longer a number;
+    the `Handles` that `on_step` got then still return the last sound state.
     """
     if steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}.")
     if config.validation.every and validation is None:
         raise UserError("validation needs held-out images: connect a validation dataset, or set every to 0.")
     check_sampling(denoiser.sampling, denoiser.family.name)
+
+    # Where to begin.
     start = state or initial_state(denoiser, config)
     require_same_base(denoiser, start, config)
-    if start.base != denoiser.fingerprint:  # an earlier version's
+    if start.base != denoiser.fingerprint:  # the same base, as an earlier version of Graft fingerprinted it
         start = replace(start, base=denoiser.fingerprint)
     start = drop_stale_validations(start, config, validation)
     if is_over(config.validation, start.validations):
         return start
+
+    # What to train, and how it may use memory: plans, the fastest first.
     budget = budget_of(denoiser, config.memory)  # before the adapters take their part of it
     most = None if budget is None else bytes_in_use(denoiser.device) + budget
     reset_peak(denoiser.device)
     live = LiveState(denoiser, config, start, notes)
-    coverage = GradientCheck(live.parameters, config.adapter)
-    clock = Clock(start.step, start.step + steps)
     dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in live.adapters}
     plans = plans_that_fit(denoiser, adapted, config, largest_batch(dataset, config), budget)
     options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
+
+    gradient_check = GradientCheck(live.parameters, config.adapter)
+    clock = Clock(start.step, start.step + steps)
     with Placement(denoiser, live.adapters, plans, dtype, most, **options) as placement:
         compute = partial(compute_gradients, denoiser, dataset, config, live)
         validate = partial(measure_if_due, denoiser, validation, live)
-        placement.retry(validate)  # the run may have been interrupted before it could
+        handles = Handles(live.snapshot, placement.give_back)
+        placement.retry(validate)  # a run that was interrupted after its last step has not measured it
         while live.step < clock.last and not is_over(config.validation, live.validations):
             clock.step_begins()
-            step = live.step
-            lr = config.optimizer.lr * multiplier(config.schedule, step)
+            lr = config.optimizer.lr * multiplier(config.schedule, live.step)
             loss, norm, images = placement.retry(compute)
-            coverage.look(step)
+            gradient_check.look(live.step)  # before the optimizer clears the gradients
             live.optimize(lr, loss)
             clock.step_ends()
-            validated = placement.retry(validate)
-            report = Progress(
+            measured = placement.retry(validate)  # off the clock: a step's seconds are training alone
+            progress = Progress(
                 step=live.step,
                 loss=loss,
                 lr=lr,
                 grad_norm=norm,
                 seconds=clock.seconds,
-                state=live.snapshot,
                 total=clock.last,
-                smoothed=sum(recent := live.losses[-SMOOTHED_OVER:]) / len(recent),
+                smoothed=sum(recent := live.losses[-SMOOTHING_STEPS:]) / len(recent),
                 epoch=epochs(dataset, config, live.step),
                 images=images,
-                validation=validated,
-                best=validated is not None and best_step(live.validations) == live.step,
+                validation=measured,
+                best=measured is not None and best_step(live.validations) == live.step,
                 time_left=clock.left(live.step),
                 memory=peak_bytes(denoiser.device),
                 plan=placement.plan.short,
-                base_given_back=placement.give_back,
             )
-            if distributed.share(on_step(report) == STOP):
+            if distributed.share(on_step(progress, handles) == STOP):  # rank 0 decides for all
                 break
     return live.snapshot()
 
@@ -172,7 +181,8 @@ def compute_gradients(
         own = backward(denoiser, dataset, config, live.step, scale)
         total, images = distributed.sum_gradients(live.parameters, *own)
         loss = total / images
-        expected = config.batch_size * config.gradient_accumulation  # where buckets end, batches are short
+        # Backward divides by the images that were expected; batches at the end of a bucket are shorter.
+        expected = config.batch_size * config.gradient_accumulation
         multiply_gradients(live.parameters.values(), expected / images / scale)
         norm = clip_gradients(live.parameters.values(), config.optimizer.max_grad_norm)
         if math.isfinite(norm) or live.loss_scale is None or scale == 1.0:
@@ -186,10 +196,10 @@ def compute_gradients(
 def backward(
     denoiser: Denoiser, dataset: Dataset, config: TrainConfig, step: int, scale: float = 1.0
 ) -> tuple[float, int]:
-    """Add `scale` times the gradients of this process's micro-batches of a step; return the sum of the losses
-    of their images, and the number of these.
+    """Add up `scale` times the gradients of this process's micro-batches of a step; return the sum of the
+    losses of their images, and the number of images.
 
-    Every image counts the same, in whichever micro-batch it is.
+    Every image counts the same, whichever micro-batch it is in.
     """
     total, images = 0.0, 0
     for micro in range(distributed.rank(), config.gradient_accumulation, distributed.world()):
@@ -199,7 +209,7 @@ def backward(
             loss, sigma = draw_loss(denoiser, batch, config.objective, seed=config.seed, index=index)
             share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
             (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
-        value = loss.item()  # not before: the device would be waited for between the passes
+        value = loss.item()  # only now: reading it earlier makes the CPU wait before the backward pass
         if not math.isfinite(value):
             raise NotFiniteError(_not_finite(batch, sigma, step))
         total += value * len(batch.latents)
@@ -210,18 +220,18 @@ def backward(
 @torch.no_grad()
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by `factor`."""
-    found = [p.grad for p in parameters if p.grad is not None] if factor != 1.0 else []
-    if found:
-        torch._foreach_mul_(found, factor)
+    gradients = [p.grad for p in parameters if p.grad is not None] if factor != 1.0 else []
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients to a common norm of at most `max_norm` (0: leave them); return the norm before."""
+    """Scale all gradients together to a norm of at most `max_norm` (0: no limit); return the norm before."""
     return float(nn.utils.clip_grad_norm_(list(parameters), max_norm or math.inf))
 
 
 def require_finite(loss: float, norm: float, step: int) -> None:
-    """Raise NotFiniteError before a gradient that is no number reaches the weights."""
+    """Raise NotFiniteError before a gradient that is not a number reaches the weights."""
     if not math.isfinite(norm):
         raise NotFiniteError(
             f"step {step + 1}: the gradient is {norm} (loss {loss:.4g}); the weights of step {step} are "
@@ -230,29 +240,30 @@ def require_finite(loss: float, norm: float, step: int) -> None:
 
 
 def measure_if_due(denoiser: Denoiser, samples: Samples | None, live: LiveState) -> float | None:
-    """Return the loss on the held-out images with the weights that would be saved, where it is due."""
+    """Return the loss on the held-out images with the weights that would be saved; None between the steps at
+    which it is measured."""
     every, limit = live.config.validation.every, live.config.validation.limit
     done = live.validations and live.validations[-1][0] == live.step
     if samples is None or not every or not live.step or live.step % every or done:
         return None
     with live.put_result_in_place():
         guidance = live.config.objective.guidance
-        value = distributed.share(held_out_loss(denoiser, samples, guidance=guidance, limit=limit))
-    live.validations.append((live.step, value))
-    return value
+        loss = distributed.share(held_out_loss(denoiser, samples, guidance=guidance, limit=limit))
+    live.validations.append((live.step, loss))
+    return loss
 
 
 def drop_stale_validations(state: TrainState, config: TrainConfig, samples: Samples | None) -> TrainState:
-    """Return the state without losses on other held-out images than those it will be measured on, or at
-    another guidance."""
+    """Return the state without losses that do not compare with those to come: measured on other held-out
+    images, or at another guidance."""
     if samples is None or not config.validation.every:
         return state
     guidance = config.objective.guidance
-    measured = digest(samples.fingerprint, config.validation.limit, *([guidance] if guidance >= 0 else []))
-    if state.validated_on == measured:
+    key = digest(samples.fingerprint, config.validation.limit, *([guidance] if guidance >= 0 else []))
+    if state.validated_on == key:
         return state
-    validations = () if state.validated_on else state.validations  # of an older state, which does not say
-    return replace(state, validations=validations, validated_on=measured)
+    validations = () if state.validated_on else state.validations  # states of earlier versions have no key
+    return replace(state, validations=validations, validated_on=key)
 
 
 def is_over(config: ValidationConfig, validations: Sequence[tuple[int, float]]) -> bool:
@@ -279,37 +290,37 @@ def require_same_base(denoiser: Denoiser, state: TrainState, config: TrainConfig
     """Raise UserError when `state` cannot be continued here: another base model, or another kind of LoRA."""
     if not denoiser.is_base(state.base):
         raise UserError(
-            f"the training state at step {state.step} belongs to another base model (fingerprint "
-            f"{state.base}, this model has {denoiser.fingerprint}); load the base it was trained on, or "
+            f"the training state at step {state.step} belongs to another base model (its fingerprint is "
+            f"{state.base}, this model's is {denoiser.fingerprint}); load the base it was trained on, or "
             "start from its LoRA file instead."
         )
     names = [f.name for f in fields(AdapterConfig)]
     differing = [n for n in names if getattr(state.adapter, n) != getattr(config.adapter, n)]
     if differing:
-        held, asked = (
+        trained, asked = (
             ", ".join(f"{name} {getattr(adapter, name)!r}" for name in differing)
             for adapter in (state.adapter, config.adapter)
         )
         raise UserError(
-            f"the training state at step {state.step} holds a LoRA of {held}, but the settings ask "
+            f"the training state at step {state.step} holds a LoRA with {trained}, but the settings ask "
             f"for {asked}; connect the state without another Build LoRA."
         )
 
 
 def epochs(dataset: Dataset, config: TrainConfig, step: int) -> float | None:
-    """Return how often `dataset` was gone through after `step` steps, where it counts epochs."""
+    """Return the passes over `dataset` after `step` steps; None if it does not count them."""
     length = getattr(dataset, "steps_per_epoch", None)
     return step * config.gradient_accumulation / length(config.batch_size) if length else None
 
 
 def largest_batch(dataset: Dataset, config: TrainConfig) -> Batch | None:
-    """Return a batch as large as they come, where `dataset` knows its sizes: what memory is planned for."""
+    """Return a batch of the largest size, for which memory is planned; None if `dataset` does not know."""
     largest = getattr(dataset, "largest_batch", None)
     return largest(config.batch_size) if largest else None
 
 
 class Clock:
-    """Times steps; the clock on the wall may be set meanwhile."""
+    """Times steps. Monotonic, because the wall clock may be set during a run."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
@@ -328,9 +339,9 @@ class Clock:
 
 
 def _not_finite(batch: Batch, sigma: Tensor, step: int) -> str:
-    images = ", ".join(batch.names) or "unknown"
-    levels = ", ".join(f"{s:.3f}" for s in sigma.tolist())
+    images = ", ".join(batch.names) or "unknown images"
+    sigmas = ", ".join(f"{s:.3f}" for s in sigma.tolist())
     return (
-        f"step {step + 1}: the loss is not a number for {images} at noise level {levels}; the weights of "
-        f"step {step} are kept. Check the image, or set the precision to bf16 or fp32."
+        f"step {step + 1}: the loss is not a number for {images} at sigma {sigmas}; the weights of step "
+        f"{step} are kept. Check the image, or set the precision to bf16 or fp32."
     )

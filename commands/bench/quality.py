@@ -28,7 +28,7 @@ from torch import Tensor
 from ...starter.clip_l import write_clip_l
 from ...training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from ...training.data import BucketConfig, DatasetConfig, encode, scan
-from ...training.loop import Progress, train
+from ...training.loop import Handles, Progress, train
 from ...training.validation import validation_loss
 from ..headless.comfyui import start_comfyui
 
@@ -152,10 +152,10 @@ def train_with_graft(
     )
     watch = Watch(Curve(lr), every)
 
-    def on_step(progress: Progress) -> None:
+    def on_step(progress: Progress, handles: Handles) -> None:
         def measured() -> float:
-            with progress.base_given_back():
-                return loss(denoiser, progress.state())
+            with handles.give_base_back():
+                return loss(denoiser, handles.state())
 
         watch.look(progress.step, measured)
 

@@ -113,7 +113,7 @@ def graft(checkpointing: str, base: str = "resident", *, compile: bool = False) 
         def steps(count: int) -> list[float]:
             moments: list[float] = []
 
-            def note(progress: Any) -> None:
+            def note(progress: Any, handles: Any) -> None:
                 synchronize(bench.device)
                 moments.append(bench.clock())
 

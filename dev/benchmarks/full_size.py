@@ -64,7 +64,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     seconds: list[float] = []
     losses: list[float] = []
 
-    def note(progress: Any) -> None:
+    def note(progress: Any, handles: Any) -> None:
         seconds.append(progress.seconds)
         losses.append(progress.loss)
 

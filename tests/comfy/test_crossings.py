@@ -26,7 +26,7 @@ def test_a_step_waits_for_the_device_only_where_the_network_does_and_at_its_end(
     denoiser, steps = ComfyDenoiser(TINY[name]()), []
     config = replace(CONFIG, memory=MemoryConfig(dtype="fp32", checkpointing=mode))
 
-    def on_step(progress):
+    def on_step(progress, handles):
         steps.append(card.crossed.copy())
         card.crossed.clear()
 

@@ -136,9 +136,7 @@ def test_an_image_that_is_no_number_is_named_and_the_next_prompt_runs(execute, b
 
     with monkeypatch.context() as patch:
         patch.setattr(EncodedDataset, "batch", spoilt)
-        with pytest.raises(
-            RuntimeError, match=r"not a number for .*(red|green|blue|white).png at noise level"
-        ):
+        with pytest.raises(RuntimeError, match=r"not a number for .*(red|green|blue|white).png at sigma"):
             execute(small("spoilt", seed=99))
     assert "execution_success" in kinds(execute(small("spoilt", seed=99)))
     comfy.model_management.unload_all_models()

@@ -65,7 +65,9 @@ def steps(monkeypatch):
 
     def counted(*args, on_step, **kwargs):
         return train(
-            *args, on_step=lambda progress: done.append(progress.step) or on_step(progress), **kwargs
+            *args,
+            on_step=lambda progress, handles: done.append(progress.step) or on_step(progress, handles),
+            **kwargs,
         )
 
     monkeypatch.setattr(runs, "train", counted)
@@ -111,7 +113,9 @@ def test_cancel_and_queue_again_equals_an_undisturbed_run(execute, base, monkeyp
         patch.setattr(
             runs,
             "train",
-            lambda *a, on_step, **k: train(*a, on_step=lambda p: steps.append(p.step) or on_step(p), **k),
+            lambda *a, on_step, **k: train(
+                *a, on_step=lambda p, handles: steps.append(p.step) or on_step(p, handles), **k
+            ),
         )
         patch.setattr(
             comfy.model_management, "throw_exception_if_processing_interrupted", cancel_in_step_three

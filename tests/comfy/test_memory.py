@@ -68,9 +68,9 @@ def test_blocks_are_compiled_once_however_often_the_base_is_given_back(name, mon
     counters.clear()
     graphs = []
 
-    def on_step(progress):
+    def on_step(progress, handles):
         graphs.append(counters["stats"]["unique_graphs"])
-        with progress.base_given_back():
+        with handles.give_base_back():
             pass
 
     config = replace(CONFIG, memory=MemoryConfig(dtype="fp32", compile=True))

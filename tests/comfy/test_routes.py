@@ -138,12 +138,12 @@ def test_links_that_lead_out_of_the_run_are_not_followed(run):
 
 def test_finish_ends_a_run_under_way_and_no_other(run):
     live = session.LiveRun(RUN, "5", "w", 0, 9, 1)
-    with session.show_run(RUN, first=0, last=9, node_id="5", workflow="w") as on_step:
+    with session.show_run(RUN, first=0, last=9, node_id="5", workflow="w") as show:
         assert get("/graft/runs")["runs"][-1] == {**vars(live), "step": 0}
-        step = Progress(1, 1.0, 1e-4, 1.0, 0.1, state=lambda: None)
-        assert on_step(step) is None
+        step = Progress(1, 1.0, 1e-4, 1.0, 0.1)
+        assert show(step) is None
         assert ask(f"/graft/finish/{RUN}", "/graft/finish/other", method="post")[1][0] == 404
-        assert on_step(step) == STOP
+        assert show(step) == STOP
     assert ask(f"/graft/finish/{RUN}", method="post")[0][0] == 404
     assert not get("/graft/runs")["runs"][-1]["running"]
 

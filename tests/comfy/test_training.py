@@ -152,7 +152,7 @@ def test_the_base_is_as_before_after_training_and_after_a_cancel(patcher, cancel
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = {name: (set(vars(m)), m.training) for name, m in model.named_modules()}
 
-    def interrupt(progress):
+    def interrupt(progress, handles):
         raise cancel("cancelled")
 
     run(patcher, steps=1)

@@ -59,9 +59,9 @@ def test_blocks_are_compiled_once_however_often_the_base_is_given_back(base):
         torch._dynamo.reset()
         counters.clear()
 
-        def on_step(progress):
+        def on_step(progress, handles):
             for _ in range(times):
-                with progress.base_given_back():
+                with handles.give_base_back():
                     pass
 
         memory = MemoryConfig(compile=True, base=base)

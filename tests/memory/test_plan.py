@@ -355,7 +355,7 @@ def test_under_any_budget_a_run_ends_in_the_state_of_a_large_one(mode):
     denoiser = TinyDenoiser()
     budget = Budget(denoiser, (small + large) // 2)
     plans = []
-    watched = {"on_step": lambda progress: plans.append(progress.plan)}
+    watched = {"on_step": lambda progress, handles: plans.append(progress.plan)}
     state = train(denoiser, Sized(), CONFIG, None, steps=2, **watched)
     assert small < large and budget.steps > 2
     assert set(plans) <= {"resident, selective", "resident, block"} and plans

@@ -289,9 +289,9 @@ def streams(monkeypatch):
 def offloaded(given_back):
     """Train with samples after every step, for which the base is given back so often."""
 
-    def on_step(progress):
+    def on_step(progress, handles):
         for _ in range(given_back):
-            with progress.base_given_back():
+            with handles.give_base_back():
                 gc.collect()
 
     config = train_config(adapter_config("lora", targets="all"), memory=MemoryConfig(base="offload"))

@@ -24,7 +24,12 @@ AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(0.9))
 def test_the_average_is_its_formula():
     states = []
     train_with(
-        TinyDenoiser(), TinyDataset(), AVERAGED, None, steps=4, on_step=lambda p: states.append(p.state())
+        TinyDenoiser(),
+        TinyDataset(),
+        AVERAGED,
+        None,
+        steps=4,
+        on_step=lambda p, handles: states.append(handles.state()),
     )
     name = next(iter(states[0].weights))
     start = train(steps=1).weights  # its first step has nothing to remember: decay 0

@@ -56,7 +56,14 @@ class Cancelled(BaseException):
 
 
 def go(
-    folder, steps, *, on_step=lambda progress: None, start=None, config=CONFIG, saving=EVERY_STEP, **options
+    folder,
+    steps,
+    *,
+    on_step=lambda progress, handles: None,
+    start=None,
+    config=CONFIG,
+    saving=EVERY_STEP,
+    **options,
 ):
     return execute(
         Run(folder, saving),
@@ -71,11 +78,11 @@ def go(
 
 
 def counting(seen):
-    return lambda progress: seen.append(progress.step)
+    return lambda progress, handles: seen.append(progress.step)
 
 
 def failing_at(step, error):
-    def on_step(progress):
+    def on_step(progress, handles):
         if progress.step == step:
             raise error
 
@@ -130,7 +137,7 @@ def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
 
 
 def finish_at(step):
-    return lambda progress: STOP if progress.step == step else None
+    return lambda progress, handles: STOP if progress.step == step else None
 
 
 def test_a_finished_run_costs_nothing_for_the_same_steps_and_goes_on_for_any_other_number(tmp_path):
@@ -282,7 +289,7 @@ def test_the_folder_says_how_it_was_trained(tmp_path):
 
 def test_progress_counts_time_images_and_steps(tmp_path):
     seen = []
-    go(tmp_path, 3, on_step=seen.append)
+    go(tmp_path, 3, on_step=lambda progress, handles: seen.append(progress))
     assert [(p.step, p.total, p.images) for p in seen] == [(1, 3, 2), (2, 3, 2), (3, 3, 2)]
     assert seen[-1].smoothed == pytest.approx(sum(p.loss for p in seen) / 3) and seen[-1].time_left == 0
 
@@ -290,7 +297,7 @@ def test_progress_counts_time_images_and_steps(tmp_path):
 def test_the_time_that_is_left_goes_by_the_pace_so_far(tmp_path, monkeypatch):
     seen, moments = [], itertools.count()  # of the start, and each step's begin, end and report
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(moments))))
-    go(tmp_path, 3, on_step=seen.append)
+    go(tmp_path, 3, on_step=lambda progress, handles: seen.append(progress))
     assert [p.seconds for p in seen] == [1, 1, 1]
     assert [p.time_left for p in seen] == [2 * 3 / 1, 1 * 6 / 2, 0]
 
@@ -419,7 +426,7 @@ def test_an_image_that_is_no_number_is_named_and_the_weights_are_kept(tmp_path):
                 batch.latents[1] = float("nan")
             return batch
 
-    with pytest.raises(FloatingPointError, match=r"step 3: .* 1\.png at noise level 0\.\d+"):
+    with pytest.raises(FloatingPointError, match=r"step 3: .* 1\.png at sigma 0\.\d+"):
         execute(Run(tmp_path), TinyDenoiser(), Spoilt(), CONFIG, None, steps=4)
     saved = open_state(tmp_path / "checkpoints" / "step-00000002").load()
     assert_same(saved, train_without_a_folder(steps=2))
@@ -471,7 +478,7 @@ def test_a_drive_that_is_away_for_a_moment_does_not_end_a_run(tmp_path, monkeypa
     monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 1 << 40))
     monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0)
 
-    def on_step(progress):
+    def on_step(progress, handles):
         monkeypatch.setattr(watch.shutil, "disk_usage", away)
 
     assert go(tmp_path, 3, on_step=on_step).step == 3

@@ -47,7 +47,9 @@ def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_with_more_room(sma
     assert 0 < kept < 30
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     seen = []
-    whole = go(small_disk / "run", 30, saving=many, on_step=lambda progress: seen.append(progress.step))
+    whole = go(
+        small_disk / "run", 30, saving=many, on_step=lambda progress, handles: seen.append(progress.step)
+    )
     assert_same(whole.load(), train(steps=30))
     assert min(seen) == kept + 1
 
@@ -63,7 +65,7 @@ def test_a_disk_that_is_full_from_one_step_to_the_next_costs_none(
     monkeypatch.setattr(watch, "MARGIN", 100_000)
     monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0 if noticed else 1e9)
 
-    def fill_up(progress):
+    def fill_up(progress, handles):
         if progress.step == 3:
             with suppress(OSError), (small_disk / "other").open("wb", buffering=0) as file:
                 while True:
@@ -74,7 +76,9 @@ def test_a_disk_that_is_full_from_one_step_to_the_next_costs_none(
         go(small_disk / "run", 5, saving=rarely, on_step=fill_up)
     (small_disk / "other").unlink()
     seen = []
-    whole = go(small_disk / "run", 6, saving=rarely, on_step=lambda progress: seen.append(progress.step))
+    whole = go(
+        small_disk / "run", 6, saving=rarely, on_step=lambda progress, handles: seen.append(progress.step)
+    )
     assert_same(whole.load(), train(steps=6))
     assert seen == ([5, 6] if noticed else [6])
 
@@ -83,7 +87,7 @@ def test_a_run_that_needs_the_space_it_held_ends_with_its_checkpoint(small_disk,
     monkeypatch.setattr(watch, "MARGIN", 0)
     monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 1e9)
 
-    def fill_up(progress):
+    def fill_up(progress, handles):
         with suppress(OSError), (small_disk / "other").open("ab", buffering=0) as file:
             while True:
                 file.write(bytes(1000))
@@ -122,4 +126,4 @@ def test_a_run_that_overfits_keeps_its_best_state_and_stops_in_time(tmp_path):
 
 
 def following(curve):
-    return lambda progress: progress.validation is None or curve.append(progress.validation)
+    return lambda progress, handles: progress.validation is None or curve.append(progress.validation)

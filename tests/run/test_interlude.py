@@ -19,14 +19,14 @@ def using_the_base(denoiser, seen):
     """Return an on_step that takes every interlude, disturbs what it may and notes what the base computes."""
     owners = {name: module.forward for name, module in denoiser.module.named_modules()}
 
-    def on_step(progress):
-        with progress.base_given_back(), torch.inference_mode():
+    def on_step(progress, handles):
+        with handles.give_base_back(), torch.inference_mode():
             torch.manual_seed(progress.step)
             forwards = {name: module.forward for name, module in denoiser.module.named_modules()}
             words = torch.zeros(1, 1, dtype=torch.long)
             output = denoiser.module(torch.ones(1, 4, 8, 8), torch.ones(1), words)
             seen.append((forwards == owners, output))
-            progress.state()
+            handles.state()
 
     return on_step
 
@@ -52,9 +52,9 @@ def test_a_run_with_interludes_ends_in_the_state_of_one_without(optimizer):
 
 @pytest.mark.parametrize("error", [Cancelled, RuntimeError])
 def test_a_run_that_ends_inside_an_interlude_has_saved_its_step(tmp_path, error):
-    def on_step(progress):
+    def on_step(progress, handles):
         if progress.step == 2:
-            with progress.base_given_back():
+            with handles.give_base_back():
                 raise error("stop")
 
     with pytest.raises(error, match="stop"):

@@ -54,7 +54,7 @@ def test_sigterm_saves_the_step_and_ends_the_process(tmp_path):
 )
 @posix
 def test_a_signal_is_put_off_until_the_step_is_done_and_saved(number, error, tmp_path):
-    def send(progress):
+    def send(progress, handles):
         if progress.step == 2:
             os.kill(os.getpid(), number)
 
@@ -73,7 +73,12 @@ def test_a_server_that_is_told_to_end_waits_for_the_runs_of_its_threads(tmp_path
 
     def work():
         try:
-            go(tmp_path, 100000, on_step=lambda p: started.set(), saving=CheckpointConfig(minutes=60))
+            go(
+                tmp_path,
+                100000,
+                on_step=lambda p, handles: started.set(),
+                saving=CheckpointConfig(minutes=60),
+            )
         except signals.Terminated as error:
             errors.append(error)
 

@@ -30,7 +30,7 @@ def test_a_run_that_goes_on_has_nothing_to_say(tmp_path):
 
 def test_a_run_that_finish_ended_says_so_until_another_number_is_asked_for(tmp_path):
     run = Run(tmp_path / "kitty-01")
-    go(run.folder, 6, on_step=lambda progress: STOP if progress.step == 2 else None)
+    go(run.folder, 6, on_step=lambda progress, handles: STOP if progress.step == 2 else None)
     assert "ended by Finish at step 2 of 6" in restart_notes(run, CONFIG, None, 6)[0]
     assert [restart_notes(run, CONFIG, None, last) for last in (2, 3, 5, 7)] == [[]] * 4
 

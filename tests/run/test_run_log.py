@@ -17,7 +17,7 @@ from graft.training.optional import optional
 from graft.training.run import run_log
 from graft.training.run.execute import execute
 from graft.training.run.folder import Run
-from graft.training.run.run_log import RunLog, clock, describe, entry, read_entries, read_log
+from graft.training.run.run_log import RunLog, clock, describe, entry, progress_of, read_entries, read_log
 
 from ..support.tiny import TinyDataset, TinyDenoiser
 from ..test_laws import CONFIG
@@ -28,7 +28,6 @@ STEP = Progress(
     lr=1e-4,
     grad_norm=0.5,
     seconds=2.0,
-    state=lambda: None,
     total=100,
     smoothed=0.25,
     images=4,
@@ -47,6 +46,17 @@ def test_a_line_says_where_a_run_stands():
 def test_a_line_leaves_out_what_is_not_known():
     text = describe(dataclasses.replace(STEP, time_left=math.nan))
     assert text == "step 40/100  loss 0.1250 (mean 0.2500)  2.00 s/step  lr 1.00e-04  gradient 0.5"
+
+
+def test_a_step_that_is_read_from_the_log_of_another_process_is_described_as_it_was_there(tmp_path):
+    """All of a Progress can be written down: what a step can do is in its Handles."""
+    steps = [STEP, dataclasses.replace(STEP, step=41, validation=0.3, time_left=math.nan)]
+    log = RunLog(tmp_path, 39)
+    for step in steps:
+        log.write(step)
+    again = [progress_of(entry, total=100) for entry in read_entries(tmp_path / "log.jsonl", 0)["entries"]]
+    assert [describe(step) for step in again] == [describe(step) for step in steps]
+    assert not any(callable(value) for value in vars(STEP).values())
 
 
 def test_durations_read_like_a_clock():
@@ -86,7 +96,7 @@ def test_a_log_that_could_not_be_written_for_a_while_lacks_no_line(tmp_path, mon
     table = tmp_path / "log.csv"
     table.mkdir()
 
-    def on_step(progress):
+    def on_step(progress, handles):
         if progress.step == 2:
             table.rmdir()
         if progress.step == 4:
@@ -134,7 +144,7 @@ def test_a_table_that_somebody_holds_or_that_is_gone_stops_no_run_and_lacks_no_s
     monkeypatch.setattr(run_log, "AGAIN_SECONDS", 0.0)
     table, away = tmp_path / "log.sqlite", tmp_path / "away"
 
-    def on_step(progress):
+    def on_step(progress, handles):
         if progress.step == 2:
             holder.append(sqlite3.connect(table, isolation_level=None))
             holder[0].execute("BEGIN EXCLUSIVE")

@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-def go(folder: Path, case: str, *, steps: int = STEPS, on_step=lambda progress: None):
+def go(folder: Path, case: str, *, steps: int = STEPS, on_step=lambda progress, handles: None):
     """Train a case, alone or with others."""
     config = CASES[case]
     validation = TinySamples() if config.validation.every else None
@@ -71,7 +71,7 @@ def go(folder: Path, case: str, *, steps: int = STEPS, on_step=lambda progress: 
 def main(folder: Path, cases: list[str], doomed: int) -> None:
     """Train the cases; rank 1 is killed after step `doomed`, once."""
 
-    def die(progress):
+    def die(progress, handles):
         marker = folder / "killed"
         if doomed and progress.step == doomed and distributed.rank() == 1 and not marker.exists():
             marker.touch()

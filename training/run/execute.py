@@ -17,7 +17,7 @@ from types import MappingProxyType
 from .. import distributed
 from ..config import TrainConfig, digest, to_dict
 from ..log import log
-from ..loop import OnStep, Progress, ignore, initial_state, train
+from ..loop import Handles, OnStep, Progress, ignore, initial_state, train
 from ..model import Dataset, Denoiser, Samples
 from ..signals import defer_signals, raise_if_asked
 from ..state import TrainState
@@ -135,9 +135,9 @@ def follow(
 ) -> StateHandle:
     """Train along with rank 0, from the state that it shares, and return a copy of the state it hands on."""
 
-    def answer_signals(progress: Progress) -> str | None:
+    def answer_signals(progress: Progress, handles: Handles) -> str | None:
         raise_if_asked()
-        return on_step(progress)
+        return on_step(progress, handles)
 
     with defer_signals():
         state: TrainState | None = distributed.share(None)

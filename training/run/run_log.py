@@ -56,6 +56,13 @@ def entry(progress: Progress) -> Entry:
     return {name: _rounded(values[name]) for name in FIELDS}
 
 
+def progress_of(entry: Entry, total: int) -> Progress:
+    """Return the step that an entry of the log was made of, in a run to step `total`."""
+    numbers = {name: entry[name] for name in ("step", "loss", "lr", "grad_norm", "seconds", "validation")}
+    smoothed, left = (math.nan if entry[name] is None else entry[name] for name in ("smoothed", "time_left"))
+    return Progress(**numbers, total=total, smoothed=smoothed, time_left=left)
+
+
 def describe(progress: Progress) -> str:
     """Return one line for people: what the console and the node show of a step."""
     parts = [

@@ -15,7 +15,7 @@ from ..files.lora.metadata import lora_metadata, write_lora
 from ..files.lora.read import lora_tensors
 from ..live_state import MidStep
 from ..log import log
-from ..loop import STOP, OnStep, Progress
+from ..loop import STOP, Handles, OnStep, Progress
 from ..signals import raise_if_asked
 from ..state import TrainState, best_step
 from ..user_error import FileError
@@ -50,7 +50,10 @@ class Watch:
         self.size = size_in_bytes(state) * (1 if state.optimizer.name else 4)
         """Bytes of a checkpoint; estimated until the first one is written."""
         self.reserve = Reserve(run.folder)
-        self.progress: Progress | None = None
+        self.step = state.step
+        """The last one done."""
+        self.handles: Handles | None = None
+        """Of that step; None before the first one."""
         self.saved: StateHandle | None = None
         self.saved_at = self.checked_at = time.monotonic()
         self.stopped = False
@@ -74,15 +77,15 @@ class Watch:
             self.reserve.release()
             self.log.close()  # last: if a drive came back, the log gets the lines it lacks
 
-    def __call__(self, progress: Progress) -> str | None:
-        """Record a step, save if it is time, and pass on what `on_step` returns."""
-        self.progress = progress
+    def __call__(self, progress: Progress, handles: Handles) -> str | None:
+        """Log a step, save if it is time, and return what `on_step` returns."""
+        self.step, self.handles = progress.step, handles
         self.log.write(progress)
         if self.is_due(progress):
             self.try_to_save()
         self.check_disk()
         raise_if_asked()
-        outcome = self.on_step(progress)
+        outcome = self.on_step(progress, handles)
         self.stopped = outcome == STOP
         return outcome
 
@@ -121,9 +124,9 @@ class Watch:
 
     def save(self) -> None:
         """Write the last whole step, unless there is none or it is on disk already. Raises OSError."""
-        if self.progress and (self.saved is None or self.saved.step < self.progress.step):
+        if self.handles and (self.saved is None or self.saved.step < self.step):
             try:
-                state = self.progress.state()
+                state = self.handles.state()
             except MidStep as error:
                 log.warning("%s", error)
                 return
@@ -151,7 +154,7 @@ class Watch:
 
         Raises DiskFull.
         """
-        if time.monotonic() - self.checked_at < DISK_CHECK_SECONDS or not self.progress:
+        if time.monotonic() - self.checked_at < DISK_CHECK_SECONDS:
             return
         self.checked_at = time.monotonic()
         try:

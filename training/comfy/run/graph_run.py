@@ -12,7 +12,7 @@ from ... import distributed
 from ...config import CheckpointConfig, TrainConfig
 from ...family import Family
 from ...files.lora.metadata import run_metadata
-from ...loop import OnStep
+from ...loop import STOP, Handles, Progress
 from ...model import Samples
 from ...run.checkpoints import Checkpoints, States
 from ...run.execute import execute, run_key
@@ -25,7 +25,7 @@ from ..model.denoiser import ComfyDenoiser
 from . import workers
 from .notes import family_in, model_file, run_notes
 from .samples import SamplePrompts, SampleWriter
-from .session import show_run
+from .session import Show, show_run
 from .shown_run import added_inputs
 
 
@@ -117,14 +117,20 @@ class GraphRun:
             node_id=self.node.id,
             workflow=self.node.workflow,
             settings=self.node.settings,
-        ) as on_step:
-            steps = self._steps_done_elsewhere(on_step) if self._takes_several else self.steps
+        ) as show:
+            steps = self._steps_done_elsewhere(show) if self._takes_several else self.steps
             samples = self._samples()
 
             def on_start(states: States) -> None:
                 note_queued(self.folder, self.node.settings, self.last)
                 if samples:
                     samples.on_start(states)
+
+            def on_step(progress: Progress, handles: Handles) -> str | None:
+                outcome = show(progress)
+                if samples and outcome != STOP:
+                    samples.draw_if_due(progress.step, handles)
+                return outcome
 
             return execute(
                 Run(paths.own_folder(self.folder), self.saving, self.tensorboard),
@@ -134,7 +140,7 @@ class GraphRun:
                 self.start,
                 steps=steps,
                 on_start=on_start,
-                on_step=samples.following(on_step) if samples else on_step,
+                on_step=on_step,
                 notes=run_metadata(
                     self.config, self.dataset, self.denoiser.family, self.denoiser.sampling, name=self.name
                 ),
@@ -146,9 +152,9 @@ class GraphRun:
         """Whether this process has others train on several cards, being none of them itself."""
         return self.gpus > 1 and distributed.world() == 1
 
-    def _steps_done_elsewhere(self, on_step: OnStep) -> int:
+    def _steps_done_elsewhere(self, show: Show) -> int:
         run, node = Run(self.folder), self.node
-        return workers.train(run, node.prompt or {}, node.id, self.gpus, self.first, self.last, on_step)
+        return workers.train(run, node.prompt or {}, node.id, self.gpus, self.first, self.last, show)
 
     def _samples(self) -> SampleWriter | None:
         if self.prompts is None:

@@ -26,7 +26,7 @@ from ...data.caption import LONGEST, literal
 from ...family import Family
 from ...files.whole_file import whole_file
 from ...log import log
-from ...loop import STOP, OnStep, Progress
+from ...loop import Handles
 from ...memory.out_of_memory import is_out_of_memory
 from ...run.checkpoints import States
 from ...state import TrainState
@@ -136,20 +136,11 @@ class SampleWriter:
                 listed,
             )
 
-    def following(self, on_step: OnStep) -> OnStep:
-        """Return an `on_step` that does what the given one does, and then draws the set that is due."""
-
-        def draw_too(progress: Progress) -> str | None:
-            outcome = on_step(progress)
-            if outcome != STOP and self.due(progress.step):
-                with progress.base_given_back():
-                    self.draw(progress.state(), range(len(self.plan.prompts)))
-            return outcome
-
-        return draw_too
-
-    def due(self, step: int) -> bool:
-        return bool(self.plan.every) and step > self.first and step % self.plan.every == 0
+    def draw_if_due(self, step: int, handles: Handles) -> None:
+        """Draw the set of `step`, if one is due."""
+        if self.plan.every and step % self.plan.every == 0:
+            with handles.give_base_back():
+                self.draw(handles.state(), range(len(self.plan.prompts)))
 
     def sets(self, reached: int) -> list[int]:
         """Return the steps up to `reached` at which pictures are due."""

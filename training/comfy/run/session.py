@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,13 +12,17 @@ import comfy.model_management
 import comfy.utils
 
 from ...log import log
-from ...loop import STOP, OnStep, Progress
+from ...loop import STOP, Progress
 from ...model import OnProgress
 from ...run.run_log import describe
 from ..versions import running_server
 
 EVENTS_A_SECOND = 4
 """Most messages about a run, or a node's progress, that the editor gets."""
+
+
+Show = Callable[[Progress], str | None]
+"""Shows a step that was done, here or in another process; returns STOP to end the run."""
 
 
 @dataclass
@@ -67,10 +71,10 @@ def show_run(
     node_id: str | None = None,
     workflow: str | None = None,
     settings: str = "",
-) -> Iterator[OnStep]:
-    """Yield the `on_step` of a run from step `first` to step `last`.
+) -> Iterator[Show]:
+    """Yield the function that shows each step of a run from step `first` to step `last`.
 
-    It moves the node's progress bar, tells the editor how far the run is (another client gets that as the
+    It moves the node's progress bar, sends the editor how far the run is (another client gets that as the
     node's text), raises ComfyUI's interrupt on Cancel, and returns STOP after Finish.
     """
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
@@ -78,7 +82,7 @@ def show_run(
     live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first, settings)
     logged = told = 0.0
 
-    def on_step(progress: Progress) -> str | None:
+    def show(progress: Progress) -> str | None:
         nonlocal logged, told
         bar.update_absolute(progress.step - first, last - first)
         live.step = progress.step
@@ -96,7 +100,7 @@ def show_run(
 
     _tell(live)
     try:
-        yield on_step
+        yield show
     finally:
         live.running = live.finishing = False
         _tell(live)

@@ -22,13 +22,13 @@ import folder_paths
 import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
 from ...files.leftovers import FOR_WORKERS, scratch_folder
-from ...loop import STOP, OnStep, Progress
+from ...loop import STOP
 from ...run.checkpoints import Checkpoints
 from ...run.folder import Run
-from ...run.run_log import read_entries
-from ...state import TrainState
+from ...run.run_log import progress_of, read_entries
 from ...user_error import UserError
 from ..model.unload import unload
+from .session import Show
 
 LAUNCH = Path(__file__).resolve().parents[3] / "__main__.py"
 POLL_SECONDS = 0.2
@@ -44,7 +44,7 @@ _run: str | None = None
 
 
 def train(
-    run: Run, prompt: Mapping[str, Any], node: str | None, count: int, first: int, last: int, on_step: OnStep
+    run: Run, prompt: Mapping[str, Any], node: str | None, count: int, first: int, last: int, show: Show
 ) -> int:
     """Train `run` from step `first` to `last` in `count` processes; return how many steps were done.
 
@@ -72,7 +72,7 @@ def train(
         graph, words = scratch / "graph.json", scratch / "words.log"
         graph.write_text(json.dumps(prompt), encoding="utf-8")
         with words.open("wb") as output, _started(graph, node, run, count, output) as process:
-            finished = _follow(run, process, on_step, saved.step if saved else first, last)
+            finished = _follow(run, process, show, saved.step if saved else first, last)
         if process.returncode and not finished:
             said = _errors_in(words.read_text(encoding="utf-8", errors="replace"))
             raise UserError(f"a process of {count} ended; the run is saved. Its last words:\n{said}")
@@ -115,7 +115,7 @@ def _errors_in(words: str) -> str:
     return "\n".join(errors or TORCHRUN.split(words)[0].splitlines()[-20:])
 
 
-def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, shown: int, last: int) -> bool:
+def _follow(run: Run, process: subprocess.Popen[bytes], show: Show, shown: int, last: int) -> bool:
     """Report steps after `shown` until the processes have ended; say whether it was finished early."""
     place = 0
     while process.poll() is None:
@@ -126,28 +126,9 @@ def _follow(run: Run, process: subprocess.Popen[bytes], on_step: OnStep, shown: 
         for entry in part["entries"]:
             if entry["step"] > shown:
                 shown = entry["step"]
-                if on_step(_progress(entry, last)) == STOP:
+                if show(progress_of(entry, total=last)) == STOP:
                     return True
     return False
-
-
-def _progress(entry: Mapping[str, Any], last: int) -> Progress:
-    return Progress(
-        step=entry["step"],
-        loss=entry["loss"],
-        lr=entry["lr"],
-        grad_norm=entry["grad_norm"],
-        seconds=entry["seconds"],
-        state=_elsewhere,
-        total=last,
-        smoothed=entry["smoothed"],
-        validation=entry["validation"],
-        time_left=entry["time_left"] or 0.0,
-    )
-
-
-def _elsewhere() -> TrainState:
-    raise AssertionError("the state is in another process")
 
 
 @contextmanager
