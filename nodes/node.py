@@ -1,4 +1,4 @@
-"""What every node of Graft is: its inputs are checked before it runs, and its errors can be written.
+"""What every node of Graft does: it checks its inputs, leaves inference mode, and its errors can be written.
 
 ComfyUI 0.3.75 passes on whatever a client sends as a choice of a menu, and its queue ends with a message that
 its log cannot write. The one rule: a class in ALL_NODES is a `Node`.
@@ -12,6 +12,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..training.comfy.inference_mode import leave_inference_mode
 from ..training.files.text import make_readable, require_letters, shown
 from ..training.user_error import UserError
 
@@ -42,7 +43,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             require_usable(schema, values)
             if method.__name__ == "execute":
                 values = _without_null(schema, values)
-            return method(cls, *args, **values)
+            with leave_inference_mode():
+                return method(cls, *args, **values)
         except UserError as error:
             make_readable(error)
             raise error.with_traceback(None) from None  # ComfyUI's log has the frames of bugs only

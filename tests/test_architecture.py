@@ -46,6 +46,12 @@ def test_nodes_import_no_tensor_library(path):
     assert not roots_of(path) & {"torch", "numpy", "comfy", "safetensors"}
 
 
+def test_inference_mode_is_undone_at_one_border():
+    engine = files("training") + files("nodes")
+    undone = [id_of(path) for path in engine if "inference_mode(False)" in path.read_text("utf-8")]
+    assert undone == ["training/comfy/inference_mode.py"]
+
+
 def test_importing_graft_imports_no_torch():
     script = f"import importlib.util as u; s = u.spec_from_file_location('graft', r'{ROOT / '__init__.py'}', "
     script += f"submodule_search_locations=[r'{ROOT}']); m = u.module_from_spec(s); s.loader.exec_module(m); "

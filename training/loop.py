@@ -86,7 +86,6 @@ def ignore(progress: Progress, handles: Handles) -> None:
     """Watch nothing."""
 
 
-@torch.inference_mode(False)  # ComfyUI runs nodes in inference mode, whose tensors autograd refuses
 @torch.enable_grad()
 def train(
     denoiser: Denoiser,
@@ -277,8 +276,7 @@ def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     """Return step 0: a fresh adapter that changes nothing yet, drawn from the run's seed."""
     adapters = build_adapters(select(denoiser.specs, denoiser.family, config.adapter), config.adapter)
     if needs_base(adapters):
-        dtype = compute_dtype(config.memory, denoiser)
-        with denoiser.hold(dtype, UNPLACED) as base:
+        with denoiser.hold(compute_dtype(config.memory, denoiser), UNPLACED) as base:
             initialize(adapters, config.seed, base.layers, denoiser.device)
     else:
         initialize(adapters, config.seed)

@@ -52,7 +52,7 @@ def validation_loss(
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
     measure = partial(held_out_loss, denoiser, samples, limit=limit, on_progress=on_progress)
     dtype = compute_dtype(memory, denoiser)
-    with torch.inference_mode(False), Placement(denoiser, adapters, plans, dtype) as placement:
+    with Placement(denoiser, adapters, plans, dtype) as placement:
         return placement.retry(measure)
 
 

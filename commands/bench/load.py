@@ -107,7 +107,7 @@ def load(path: Path) -> dict[str, Any]:
         patcher = load_base(path.name, (), FROM_CHECKPOINT, "bf16")[0]
         denoiser = ComfyDenoiser(patcher)
         first = denoiser.fingerprint
-        with torch.inference_mode(False), denoiser.hold(torch.bfloat16) as base:
+        with denoiser.hold(torch.bfloat16) as base:
             for layer in base.layers.values():
                 layer.weight(torch.bfloat16, denoiser.device).sum()
         seconds = time.perf_counter() - began

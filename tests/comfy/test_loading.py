@@ -100,7 +100,7 @@ def test_the_chosen_dtype_is_the_one_the_weights_have(checkpoints):
     path = "joint_blocks.0.x_block.attn.qkv"
     in_file = load_file(BASE)[f"model.diffusion_model.{path}.weight"]
     model, _, _ = loading.load_base(_copied(checkpoints), [], loading.FROM_CHECKPOINT, "bf16")
-    with torch.inference_mode(False), ComfyDenoiser(model).hold(torch.float32) as base:
+    with ComfyDenoiser(model).hold(torch.float32) as base:
         weight = base.layers[path].weight(torch.float32, torch.device("cpu")).cpu()
     assert torch.equal(weight, in_file.to(torch.bfloat16).float()) and not torch.equal(
         weight, in_file.float()

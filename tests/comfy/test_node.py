@@ -5,10 +5,17 @@ from __future__ import annotations
 import traceback
 
 import pytest
+import torch
 from comfy_api.latest import io
 
 from graft.nodes import ALL_NODES
 from graft.nodes.node import Files, Node
+from graft.training.run.execute import execute
+from graft.training.run.folder import Run
+
+from ..support.adapter_cases import METHODS, adapter_config, train_config
+from ..support.tiny import TinyDataset, TinyDenoiser
+from ..test_laws import assert_same
 
 HALF = "\ud83d"
 SCHEMAS = {node: node.define_schema() for node in ALL_NODES}
@@ -108,3 +115,39 @@ def test_an_optional_input_that_is_null_is_left_out_and_a_required_one_refused()
     assert Reporting.execute(x=None, y="b") == "ab"
     with pytest.raises(ValueError, match="y: nothing is given, and Report needs it"):
         Reporting.execute(x="a", y=None)
+
+
+class Training(Node):
+    """Trains the tiny denoiser for two steps."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(node_id="Training", display_name="Train", inputs=[], outputs=[])
+
+    @classmethod
+    def execute(cls, folder, method):
+        config = train_config(adapter_config(method))
+        return execute(Run(folder), TinyDenoiser(), TinyDataset(), config, None, steps=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_trained_in_inference_mode_as_outside(method, tmp_path):
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        inside = Training.execute(tmp_path / "inside", method)
+        assert torch.is_inference_mode_enabled()
+    assert_same(inside.load(), Training.execute(tmp_path / "outside", method).load())
+
+
+def test_what_a_node_makes_in_inference_mode_can_be_trained_on():
+    class Making(Node):
+        @classmethod
+        def define_schema(cls):
+            return io.Schema(node_id="Making", display_name="Make", inputs=[], outputs=[])
+
+        @classmethod
+        def execute(cls):
+            return torch.ones(1), torch.is_grad_enabled()
+
+    with torch.inference_mode():
+        made, keeps_graphs = Making.execute()
+    assert not made.is_inference() and not keeps_graphs

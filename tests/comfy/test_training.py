@@ -94,7 +94,7 @@ def run(patcher, state=None, steps=3, config=CONFIG):
 def predict(patcher, state=None):
     denoiser, batch = ComfyDenoiser(patcher), Noise().batch(2, seed=0, index=0)
     x, sigma = noisy(denoiser, batch)
-    with torch.inference_mode(False), torch.no_grad(), denoiser.hold(torch.float32) as base:
+    with torch.no_grad(), denoiser.hold(torch.float32) as base:
         adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, x.device) if state else {}
         with attach(base.layers, adapters):
             return denoiser.denoise(x, sigma, batch)

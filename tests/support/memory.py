@@ -37,7 +37,7 @@ def step_gradients(denoiser, batch, config, mode="none", dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     weights = {n: w + 0.05 * torch.randn(w.shape, generator=generator) for n, w in state.weights.items()}
     adapters = restore_adapters(denoiser.specs, state.adapter, weights, denoiser.device)
-    with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
+    with torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
         blocks = Compiled().compile_blocks(base, units) if config.memory.compile else nullcontext()
         with attach(base.layers, adapters), blocks, checkpoint_blocks(base.module, units, mode), draws(0, 0):
@@ -50,7 +50,7 @@ def measured(denoiser, batch, config, mode, dtype=torch.float32):
     """Return the live tensors of a step as it is really computed, and the bytes kept between its passes."""
     state = initial_state(denoiser, config)
     adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
-    with torch.inference_mode(False), torch.enable_grad(), denoiser.hold(dtype) as base:
+    with torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
         with attach(base.layers, adapters), checkpoint_blocks(base.module, units, mode), draws(0, 0):
             with LiveTensors() as live:

@@ -56,7 +56,6 @@ class StepEstimate:
         return replace(self, saved=self.saved - sum(moved), peak=peak)
 
 
-@torch.inference_mode(False)
 @torch.enable_grad()
 def estimate_step(
     denoiser: Denoiser,

@@ -90,7 +90,6 @@ def format_plans(
     return "\n".join(line.rstrip() for line in lines)
 
 
-@torch.inference_mode(False)
 @torch.enable_grad()
 def probe(
     denoiser: Denoiser,

@@ -56,7 +56,7 @@ def first_state(
         return None, []
     start = start_of(denoiser, config)
     specs, family, config = denoiser.specs, denoiser.family, start.config
-    with torch.inference_mode(False), ExitStack() as stack:
+    with ExitStack() as stack:
         chosen = {path: specs[path] for path in {*select(specs, family, config), *start.matched.layers}}
         layers = None
         if needs_base(build_adapters(chosen, config)):

@@ -104,7 +104,7 @@ def merge_checkpoint(base: str, lora: str, strength: float, name: str) -> tuple[
 def extract_lora(base: str, tuned: str, rank: int, energy: float, dtype: str, name: str) -> tuple[Path, str]:
     """Write output/loras/<name>.safetensors; return its path and a report. 0 leaves rank or energy out."""
     path = lora_path(name)
-    with progress_bar() as on_progress, torch.inference_mode():
+    with progress_bar() as on_progress:
         report = extract_files(
             model_path(base),
             model_path(tuned),

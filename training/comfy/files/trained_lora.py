@@ -27,8 +27,7 @@ def with_lora(
 
 def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
     """Return ComfyUI's LORA_MODEL: the tensors of the LoRA file, of the moving average where there is one."""
-    with torch.inference_mode(False):
-        return lora_tensors(replace(state, weights=state.result()), family)
+    return lora_tensors(replace(state, weights=state.result()), family)
 
 
 def images(pictures: Sequence[Image.Image]) -> Tensor:
