@@ -65,7 +65,7 @@ def test_a_state_of_another_lora_is_refused_with_what_differs():
 def test_a_state_of_another_base_is_refused():
     other = TinyDenoiser()
     other.fingerprint = "other"
-    with pytest.raises(ValueError, match="belongs to another base model .fingerprint tiny.* has other"):
+    with pytest.raises(ValueError, match="belongs to another base model .its fingerprint is tiny.* is other"):
         run(run(steps=1), steps=1, denoiser=other)
 
 

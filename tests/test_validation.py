@@ -16,7 +16,7 @@ from graft.training.objective.loss import loss_at
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
 from graft.training.run.folder import Run
-from graft.training.validation import LEVELS, NOISE_SEED, held_out_loss, noise_levels, validation_loss
+from graft.training.validation import NOISE_SEED, TIMESTEPS, held_out_loss, validation_loss, validation_sigmas
 
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 from .test_laws import CONFIG, assert_same
@@ -38,19 +38,19 @@ def test_a_trained_adapter_has_another_validation_loss_than_the_base():
     assert validation_loss(denoiser, TinySamples(), state=trained) != validation_loss(denoiser, TinySamples())
 
 
-def test_validation_is_the_mean_over_samples_and_noise_levels():
+def test_validation_is_the_mean_over_samples_and_validation_sigmas():
     denoiser, samples, losses = TinyDenoiser(), TinySamples(2), []
     for index in range(2):
         batch = dataclasses.replace(samples.sample(index), weights=None)
         noise = torch.randn(1, 4, 8, 8, generator=rng.generator(NOISE_SEED, "validation", index))
-        for level in LEVELS:
+        for level in TIMESTEPS:
             sigma = torch.tensor([level])
             losses.append(loss_at(denoiser, batch, batch.latents, sigma, noise).item())
     assert validation_loss(denoiser, samples) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_flow_models_are_measured_at_nine_levels_from_a_tenth_on():
-    assert noise_levels(Flow()).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    assert validation_sigmas(Flow()).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 
 
 def test_validation_inside_a_run_measures_the_base_that_is_held():
@@ -93,7 +93,9 @@ def test_models_that_are_not_flow_are_measured_at_fractions_of_their_schedule():
         def percent_to_sigma(self, percent):
             return 14.6 * (1 - percent) ** 2
 
-    assert noise_levels(Eps()).tolist() == pytest.approx([14.6 * level**2 for level in LEVELS], rel=1e-5)
+    assert validation_sigmas(Eps()).tolist() == pytest.approx(
+        [14.6 * level**2 for level in TIMESTEPS], rel=1e-5
+    )
 
 
 def validated(steps, state=None, *, config=None, **options):

@@ -1,10 +1,10 @@
 """Several processes, on one machine or many, that train one run together.
 
-The rule: a step's micro-batches are dealt out to the processes in turn and their gradients are added up, so
-K processes do what one does with the same settings; draws are keyed by the micro-batch, not by the process.
-Each process then takes the same optimizer step. Rank 0 keeps the run; the others hold copies.
+The processes take turns at a step's micro-batches and add up their gradients, so K processes do what one does
+with the same settings: draws are keyed by the micro-batch, not by the process. Then each takes the same
+optimizer step. Rank 0 keeps the run; the others hold copies.
 
-A single process needs none of this: every function here then returns what it is given.
+In a single process, every function here returns what it is given.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .signals import raise_if_asked
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)
-"""How long a process waits for the others: one may be encoding images, or drawing samples."""
+"""How long a process waits for the others: one may be encoding images or drawing samples."""
 
 POLL_SECONDS = 2e-4
 
 
 def rank() -> int:
-    """Return the number of this process, 0 for the one that keeps the run."""
+    """Return the rank of this process; 0 keeps the run."""
     return dist.get_rank() if _is_distributed() else 0
 
 
 def world() -> int:
-    """Return the number of processes that train together."""
+    """Return how many processes train together."""
     return dist.get_world_size() if _is_distributed() else 1
 
 
@@ -44,38 +44,39 @@ def world() -> int:
 def join_processes(device: torch.device) -> Iterator[None]:
     """Train together with the processes that torchrun started; `device` is where gradients are.
 
-    After an error the others are not waited for: the end of the process tells them.
+    After an error, leave without waiting for the others: torchrun ends them with this process.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE, **_meeting_place())
+    dist.init_process_group(backend, timeout=PATIENCE, **_rendezvous())
     yield
     dist.destroy_process_group()
 
 
 def sum_gradients(parameters: Mapping[str, nn.Parameter], total: float, images: int) -> tuple[float, int]:
-    """Add up the gradients of all processes, in place; return the sums of their losses and images.
+    """Add up the gradients of all processes in place, in fp32; return the sums of their losses and images.
 
-    A parameter that no process has a gradient for keeps none. Gradients are added in fp32.
+    A parameter without a gradient in any process still has none.
     """
     if world() == 1:
         return total, images
     device = next(iter(parameters.values())).device
     counts = torch.tensor([total, images], dtype=torch.float64, device=device)
-    held = [torch.tensor(float(p.grad is not None), device=device) for p in parameters.values()]
-    grads = [_gradient(p).flatten() for p in parameters.values()]
-    flat = torch.cat([torch.stack(held), *grads])
+    # One flat tensor, one all-reduce: first in how many processes each parameter has a gradient, then these.
+    present = [torch.tensor(float(p.grad is not None), device=device) for p in parameters.values()]
+    gradients = [_gradient(p).flatten() for p in parameters.values()]
+    flat = torch.cat([torch.stack(present), *gradients])
     for tensor in (counts, flat):
         _wait(dist.all_reduce(tensor, async_op=True))
-    sizes = [len(held), *(parameter.numel() for parameter in parameters.values())]
-    found, *pieces = torch.split(flat, sizes)
-    for parameter, any_held, piece in zip(parameters.values(), found.tolist(), pieces):
-        if any_held:
-            parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+    sizes = [len(present), *(parameter.numel() for parameter in parameters.values())]
+    processes, *sums = torch.split(flat, sizes)
+    for parameter, count, gradient in zip(parameters.values(), processes.tolist(), sums):
+        if count:
+            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
     return float(counts[0]), int(counts[1])
 
 
 def share(value: T) -> T:
-    """Return rank 0's `value` in every process; the others' are ignored."""
+    """Return rank 0's `value` in every process."""
     if world() == 1:
         return value
     values: list[Any] = [value]
@@ -85,22 +86,24 @@ def share(value: T) -> T:
 
 
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Wait until every process has called this."""
     if world() > 1:
         _wait(dist.all_reduce(torch.zeros(1, device=_device()), async_op=True))
 
 
-def _meeting_place() -> dict[str, Any]:
-    """Return where processes of this machine meet that torchrun started again: its store still holds the
-    addresses of those that were lost. Across machines and at a first start, the environment says all."""
-    given = os.environ
-    again = given.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if again == "0" or given.get("LOCAL_WORLD_SIZE") != given["WORLD_SIZE"]:
+def _rendezvous() -> dict[str, Any]:
+    """Return arguments of `init_process_group` for processes that torchrun restarted on this machine: its
+    store still holds the addresses of the lost ones, so each start gets a prefix. Across machines and at the
+    first start, the environment variables suffice."""
+    environment = os.environ
+    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start == "0" or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         return {}
-    port, size = int(given["MASTER_PORT"]), int(given["WORLD_SIZE"])
-    store = dist.TCPStore(given["MASTER_ADDR"], port, size, is_master=False)  # type: ignore[attr-defined]
-    apart = dist.PrefixStore(again, store)  # type: ignore[attr-defined]
-    return {"store": apart, "rank": int(given["RANK"]), "world_size": size}
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    size = int(environment["WORLD_SIZE"])
+    store = dist.TCPStore(address, port, size, is_master=False)  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": int(environment["RANK"]), "world_size": size}
 
 
 def _is_distributed() -> bool:
@@ -117,7 +120,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _wait(work: Any) -> None:
-    """Wait for the other processes, and for a signal meanwhile: one that was lost never comes."""
+    """Wait for the other processes, answering signals: a process that was lost never arrives."""
     while not work.is_completed():
         raise_if_asked()
         time.sleep(POLL_SECONDS)

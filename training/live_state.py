@@ -1,7 +1,7 @@
-"""What a run changes as it goes: the adapters, and everything that remembers. A TrainState in the making.
+"""What a run changes as it goes: adapters, optimizer, average, losses. A TrainState in the making.
 
-`snapshot` copies it into a state, and refuses in the middle of an optimizer step, when some weights have
-moved and others have not: whatever interrupts a run, no state is ever half a step.
+`snapshot` copies it all into a state. In the middle of an optimizer step, when some weights have moved and
+others have not, it refuses: whatever interrupts a run, no state is ever half a step.
 """
 
 from __future__ import annotations
@@ -36,36 +36,37 @@ class MidStep(RuntimeError):
 
 
 class LiveState:
-    """A state taken apart into the objects that training works with."""
+    """A state as the objects that training changes."""
 
     def __init__(
-        self, denoiser: Denoiser, config: TrainConfig, start: TrainState, notes: Mapping[str, str]
+        self, denoiser: Denoiser, config: TrainConfig, state: TrainState, notes: Mapping[str, str]
     ) -> None:
         self.config = config
-        self.start = replace(start, notes={**start.notes, **notes})
-        self.adapters = restore_adapters(denoiser.specs, start.adapter, start.weights, denoiser.device)
+        self.initial = replace(state, notes={**state.notes, **notes})
+        self.adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
         self.weights = named_parameters(self.adapters)
         self.parameters = {name: p for name, p in self.weights.items() if p.requires_grad}
-        """The trained ones of `weights`."""
+        """Those of `weights` that are trained."""
         for adapter in self.adapters.values():
             for name, parameter in adapter.named_parameters():
                 if name not in adapter.exact:
                     parameter.data = parameter.data.to(DTYPES[config.optimizer.weights])
         scales = lr_scales(self.adapters, config.adapter)
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
-        load_optimizer(self.optimizer, config.optimizer, start.optimizer)
-        self._room = reserve_optimizer_state(self.optimizer, config.optimizer)
+        load_optimizer(self.optimizer, config.optimizer, state.optimizer)
+        self._reserved = reserve_optimizer_state(self.optimizer, config.optimizer)
         name = config.optimizer.name
         for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
             if value and OPTIMIZERS[name].averages:
                 raise UserError(f"{name} averages the weights itself; set the {setting} to 0.")
-        self.ema = start_ema(config.ema, self.parameters, start.ema)
-        self.losses = list(start.losses)
-        self.validations = list(start.validations)
+        self.ema = start_ema(config.ema, self.parameters, state.ema)
+        self.losses = list(state.losses)
+        self.validations = list(state.validations)
         self.loss_scale: LossScale | None = None
         if compute_dtype(config.memory, denoiser) == torch.float16:
-            self.loss_scale = start.loss_scale or LossScale()
-        self.whole = True
+            self.loss_scale = state.loss_scale or LossScale()
+        self.is_whole = True
+        """False while a step moves the weights."""
 
     @property
     def step(self) -> int:
@@ -73,10 +74,10 @@ class LiveState:
         return len(self.losses)
 
     def optimize(self, lr: float, loss: float) -> None:
-        """Move the weights by the gradients, which are finite and clipped, and count the step."""
-        self.whole = False
+        """Move the weights by their gradients, which are finite and clipped, and count the step."""
+        self.is_whole = False
         set_lr(self.optimizer, lr)
-        self._room.clear()
+        self._reserved.clear()  # the step allocates the real tensors in its place
         with stepping_in_float32(self.parameters, self.config.seed, self.step):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -85,15 +86,15 @@ class LiveState:
         if self.loss_scale:
             self.loss_scale = self.loss_scale.after_step()
         self.losses.append(loss)
-        self.whole = True
+        self.is_whole = True
 
     def snapshot(self) -> TrainState:
-        """Return a copy of the work as a state. Raises MidStep inside `optimize`."""
-        if not self.whole:
+        """Return a copy as a state. Raises MidStep inside `optimize`."""
+        if not self.is_whole:
             raise MidStep(f"step {self.step + 1} is half done; the last whole state is the saved one.")
         weights = _copy({**self.weights, **final_weights(self.optimizer, self.config.optimizer)})
         return replace(
-            self.start,
+            self.initial,
             step=self.step,
             weights=weights,
             optimizer=save_optimizer(self.optimizer, self.config.optimizer),
@@ -105,7 +106,8 @@ class LiveState:
 
     @contextmanager
     def put_result_in_place(self) -> Iterator[None]:
-        """Let the adapters compute with the weights to save: the moving average, or schedule-free's."""
+        """Let the adapters compute with the weights that would be saved: the moving average, or those of a
+        schedule-free optimizer."""
         trained = {name: parameter.data for name, parameter in self.parameters.items()}
         result = {**final_weights(self.optimizer, self.config.optimizer), **self.ema}
         try:

@@ -1,7 +1,7 @@
-"""Random draws as a pure function of what they are for.
+"""Random draws as a pure function of their purpose.
 
-A generator is keyed by the seed, what it is for, and the micro-batch, counted from the run's start. So no RNG
-state is ever saved, and a resumed run draws what the uninterrupted one would have drawn.
+A generator is keyed by the seed, the purpose and the micro-batch, counted from the start of the run. So RNG
+state is never saved, and a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The value that training turns into another value: how far, with which weights, with which memory.
+"""The value that training turns into another one: the step reached, the weights, the optimizer state.
 
-Everything that a step reads and changes is in it; a state saved and loaded is the same, bit for bit.
+It holds everything that a step reads and changes. Saved and loaded, it is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ Number = float | int | bool
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's memory: tensors and plain values by "<parameter name>.<key>"."""
+    """An optimizer's state: tensors and plain values by "<parameter name>.<key>"."""
 
     name: str = ""
-    """Row of OPTIMIZERS that it belongs to."""
+    """The optimizer's row in OPTIMIZERS."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, Number] = field(default_factory=dict)
     groups: tuple[Mapping[str, Number], ...] = ()
-    """What it remembers of each parameter group as a whole, such as Prodigy's learning rate estimate."""
+    """State of each parameter group as a whole, such as Prodigy's estimate of the learning rate."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The power of two by which an fp16 loss is multiplied, so that small gradients are not rounded to zero.
+    """The power of two that multiplies an fp16 loss, so that small gradients are not rounded to zero.
 
-    It is halved when gradients overflow and doubled after a long time without (Micikevicius et al. 2018,
+    Halved when gradients overflow, doubled after many steps without overflow (Micikevicius et al. 2018,
     arXiv:1710.03740, sec. 3.2).
     """
 
@@ -56,28 +56,28 @@ class TrainState:
     step: int
     adapter: AdapterConfig
     base: str
-    """Fingerprint of the base model it belongs to."""
+    """Fingerprint of the base model."""
     weights: Mapping[str, Tensor]
-    """"<module path>.<parameter>" -> tensor: what to draw with and to save. Where a schedule-free optimizer
-    trains at other weights than these, those are in its memory."""
+    """"<module path>.<parameter>" -> tensor: the weights to sample with and to save. A schedule-free
+    optimizer trains at different weights, which are in its state."""
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     losses: tuple[float, ...] = ()
-    """One a step, from step 0: the mean over the step's micro-batches."""
+    """One per step, from step 0: the mean over the step's micro-batches."""
     family: str = ""
-    """Name of the base's row in FAMILIES, which decides the LoRA file's keys."""
+    """The base's row in FAMILIES, which decides the keys of the LoRA file."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What the LoRA file's metadata says and training ignores: trigger word, data set, settings."""
+    """For the metadata of the LoRA file, ignored by training: trigger word, dataset, settings."""
     ema: Mapping[str, Tensor] = field(default_factory=dict)
-    """Moving average of those of `weights` that are trained; empty when the run keeps none."""
+    """Moving average of the trained weights; empty if the run has none."""
     validations: tuple[tuple[int, float], ...] = ()
-    """(step, loss on the held-out images) of every measurement."""
+    """(step, loss on the held-out images) of each validation."""
     validated_on: str = ""
-    """Fingerprint of these images: losses on others do not compare."""
+    """Digest of those images and of how the loss was measured: other losses do not compare."""
     loss_scale: LossScale | None = None
-    """Of fp16 runs."""
+    """For fp16 runs."""
 
     def result(self, *, average: bool = True) -> Mapping[str, Tensor]:
-        """Return the weights to save: the moving average where the run keeps one and `average` is on."""
+        """Return the weights to save: the moving average if the run has one and `average` is on."""
         return {**self.weights, **self.ema} if average else self.weights
 
 

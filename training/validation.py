@@ -1,7 +1,7 @@
-"""How well a model denoises images it was not trained on: one number, comparable between any two moments.
+"""How well a model denoises images it was not trained on: one number that compares between any two moments.
 
-Noise levels and noise are fixed here, in code: every sample is measured at the same nine levels with the same
-noise, whatever the run's seed, so the figures of a base and of its LoRAs differ by the weights alone.
+Sigmas and noise are fixed here, in code. Every sample is measured at the same nine sigmas with the same
+noise, whatever the run's seed, so the losses of a base and of its LoRAs differ by the weights alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .objective.sigmas import is_flow, to_sigmas
 from .state import TrainState
 from .user_error import UserError
 
-LEVELS = tuple(level / 10 for level in range(1, 10))
-"""Sigmas of flow models; of others the fractions of their schedule, 0 at the image and 1 at pure noise."""
+TIMESTEPS = tuple(tenth / 10 for tenth in range(1, 10))
+"""0 is the image, 1 pure noise: sigmas of flow models, places in the schedule of all others."""
 
 NOISE_SEED = 20240229
 
@@ -39,10 +39,10 @@ def validation_loss(
     limit: int = 0,
     on_progress: OnProgress = no_progress,
 ) -> float:
-    """Return the mean loss of the base model over `samples`, or of the base with the adapter of `state`.
+    """Return the mean loss over `samples` of the base model, or of the base with the adapter of `state`.
 
-    Takes the base meanwhile, offloaded if it does not fit, and gives it back as it was. A `limit` above 0
-    measures so many samples, evenly spread. Raises UserError without samples or for other layers' states.
+    Holds the base meanwhile, offloaded if it does not fit. A `limit` above 0 measures that many samples,
+    evenly spread. Raises UserError if there are no samples, or if `state` belongs to other layers.
     """
     check_sampling(denoiser.sampling, denoiser.family.name)
     memory = memory or MemoryConfig()
@@ -65,9 +65,9 @@ def held_out_loss(
     limit: int = 0,
     on_progress: OnProgress = no_progress,
 ) -> float:
-    """Return the mean loss over `samples` of what the denoiser computes now, its base being held.
+    """Return the mean loss over `samples` of the denoiser as it is; its base must be held.
 
-    `guidance` is the network's input of that name, where it has one; -1 is the family's.
+    `guidance` is the network's input of that name, if it has one; -1 is the family's value.
     """
     count = len(samples)
     if count == 0:
@@ -82,20 +82,20 @@ def held_out_loss(
 
 
 def sample_loss(denoiser: Denoiser, batch: Batch, index: int, guidance: float = -1.0) -> float:
-    """Return the mean loss of sample number `index`, a batch of one that counts fully, over all noise levels.
+    """Return the mean loss of sample `index` over all sigmas. `batch` is the sample, counted in full.
 
-    One by one, which takes less memory than any training step.
+    The sigmas come one by one, which takes less memory than any training step.
     """
     device = denoiser.device
-    given = ObjectiveConfig(guidance=guidance)
-    batch = with_guidance(replace(batch, weights=None), given, denoiser.family)
+    config = ObjectiveConfig(guidance=guidance)
+    batch = with_guidance(replace(batch, weights=None), config, denoiser.family)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
     noise = torch.randn(x0.shape, generator=rng.generator(NOISE_SEED, "validation", index)).to(device)
-    levels = noise_levels(denoiser.sampling).to(device)
-    losses = [loss_at(denoiser, batch, x0, level[None], noise) for level in levels]
+    sigmas = validation_sigmas(denoiser.sampling).to(device)
+    losses = [loss_at(denoiser, batch, x0, sigma[None], noise) for sigma in sigmas]
     return torch.stack(losses).mean().item()
 
 
-def noise_levels(sampling: Sampling) -> Tensor:
-    """Return a model's sigmas at `LEVELS`: themselves for a flow model, else by the model's schedule."""
-    return to_sigmas(sampling, torch.tensor(LEVELS), flow=is_flow(sampling))
+def validation_sigmas(sampling: Sampling) -> Tensor:
+    """Return the model's sigmas at `TIMESTEPS`."""
+    return to_sigmas(sampling, torch.tensor(TIMESTEPS), flow=is_flow(sampling))

@@ -19,7 +19,7 @@ from graft.training.objective.loss import (
     loss_at,
     with_guidance,
 )
-from graft.training.objective.noise import draw_noise, offset_noise, pyramid_noise
+from graft.training.objective.noise import add_offset, add_pyramid, draw_noise
 from graft.training.objective.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for
 from graft.training.objective.weighting import LOSSES, SPACES, WEIGHTINGS, Level
 
@@ -120,15 +120,17 @@ def test_levels_of_models_that_are_no_flow_are_positions_in_their_schedule():
 
 
 def test_shift_is_esser_2024_eq_23_and_undone_by_its_inverse():
-    torch.testing.assert_close(sigmas.shift_levels(U, 3.0), 3 * U / (1 + 2 * U))
-    torch.testing.assert_close(sigmas.shift_levels(sigmas.shift_levels(U, 3.0), 1 / 3), U)
+    torch.testing.assert_close(sigmas.shift_timesteps(U, 3.0), 3 * U / (1 + 2 * U))
+    torch.testing.assert_close(sigmas.shift_timesteps(sigmas.shift_timesteps(U, 3.0), 1 / 3), U)
 
 
 @pytest.mark.parametrize("tokens, mu", [(256, 0.5), (4096, 1.15), (1024, 0.63)])
 def test_flux_shifts_by_exp_mu_linear_in_the_tokens(tokens, mu):
     assert shift_for(tokens, ObjectiveConfig(resolution_shift="flux"), FAMILY) == pytest.approx(math.exp(mu))
     t, shift = 0.3, math.exp(mu)  # and a shift of exp(mu) is the time shift of flux/sampling.py
-    assert sigmas.shift_levels(torch.tensor(t), shift).item() == pytest.approx(shift / (shift + (1 / t - 1)))
+    assert sigmas.shift_timesteps(torch.tensor(t), shift).item() == pytest.approx(
+        shift / (shift + (1 / t - 1))
+    )
 
 
 def test_sd3_shifts_by_the_square_root_of_the_size():
@@ -384,17 +386,17 @@ def test_input_perturbation_changes_what_is_seen_and_not_what_is_asked_for():
 # Noise
 
 
-def test_offset_noise_adds_one_value_to_each_channel():
+def test_add_offset_adds_one_value_to_each_channel():
     noise = torch.randn(SHAPE, generator=generator())
-    added = offset_noise(noise, 0.1, generator=generator("offset")) - noise
+    added = add_offset(noise, 0.1, generator=generator("offset")) - noise
     assert added.flatten(2).std(2).max() < 1e-6
-    values = offset_noise(torch.zeros(500, 4, 1, 1), 0.1, generator=generator("offset"))
+    values = add_offset(torch.zeros(500, 4, 1, 1), 0.1, generator=generator("offset"))
     assert values.std().item() == pytest.approx(0.1, rel=0.05)
 
 
 def test_pyramid_noise_keeps_its_variance_and_gains_low_frequencies():
     noise = torch.randn(64, 4, 32, 32, generator=generator())
-    found = pyramid_noise(noise, 0.5, generator=generator("pyramid"))
+    found = add_pyramid(noise, 0.5, generator=generator("pyramid"))
     torch.testing.assert_close(found.flatten(1).std(1), torch.ones(64))
 
     def low(x):
@@ -412,12 +414,12 @@ def test_each_layer_of_pyramid_noise_is_coarser_and_counts_by_the_discount_once_
         layers.append(torch.nn.functional.interpolate(coarse, size=(24, 16), mode="bilinear"))
     total = sum(0.6**i * layer for i, layer in enumerate(layers))
     expected = total / total.std((1, 2, 3), keepdim=True)
-    torch.testing.assert_close(pyramid_noise(noise, 0.6, generator=generator("pyramid")), expected)
+    torch.testing.assert_close(add_pyramid(noise, 0.6, generator=generator("pyramid")), expected)
 
 
 def test_pyramid_noise_works_on_video_latents():
     noise = torch.randn(2, 4, 3, 8, 6, generator=generator())
-    assert pyramid_noise(noise, 0.3, generator=generator("pyramid")).shape == noise.shape
+    assert add_pyramid(noise, 0.3, generator=generator("pyramid")).shape == noise.shape
 
 
 def test_noise_is_a_function_of_its_key_and_its_options_do_not_move_the_other_draws():

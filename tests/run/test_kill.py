@@ -69,7 +69,7 @@ def test_a_signal_is_put_off_until_the_step_is_done_and_saved(number, error, tmp
 def test_a_server_that_is_told_to_end_waits_for_the_runs_of_its_threads(tmp_path, monkeypatch):
     ended, errors, started = [], [], threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
-    monkeypatch.setattr(signals, "_asked", [])
+    monkeypatch.setattr(signals, "_pending", [])
 
     def work():
         try:

@@ -1,1 +1,1 @@
-"""What is learned: the error of the network's output at a random noise level."""
+"""The loss: the error of the network's output at a random sigma."""

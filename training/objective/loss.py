@@ -1,9 +1,10 @@
-"""What is learned: the error of the network's output at a random noise level.
+"""The loss: the error of the network's output at a random sigma.
 
-Sigma is the only noise coordinate and the target comes from the model's own `model_sampling`:
+Sigma is the only noise coordinate, and the target comes from the model's own `model_sampling`:
 `calculate_denoised` is affine in the network's output, denoised = D0 + slope * output, so
     output(denoised) = (denoised - D0) / slope        target = output(x0)
-which is noise for eps models, velocity for flow and v models, and right for every type ComfyUI adds.
+which is the noise for eps models, the velocity for flow and v models, and right for every type that ComfyUI
+adds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
 def draw_loss(
     denoiser: Denoiser, batch: Batch, config: ObjectiveConfig, *, seed: int, index: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean loss of micro-batch `index` (differentiable scalar) and its noise levels (B,)."""
+    """Draw sigmas and noise for micro-batch `index`; return its mean loss (a differentiable scalar) and the
+    sigmas (B,)."""
     device, family = denoiser.device, denoiser.family
     draw: Draw = partial(rng.generator, seed, index)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
@@ -51,10 +53,10 @@ def loss_at(
     *,
     perturbation: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean loss at noise levels `sigma` (B,), a scalar.
+    """Return the mean loss at `sigma` (B,), a scalar.
 
-    x0 and noise are (B, C, H, W) float32, x0 scaled for the model. `perturbation` is noise entering x_t at
-    `config.input_perturbation` times its size, not the target (Ning et al. 2023, arXiv:2301.11706, alg. 1).
+    x0 and noise are (B, C, H, W) float32, x0 scaled for the model. `perturbation` is more noise, which enters
+    x_t, times `config.input_perturbation`, but not the target (Ning et al. 2023, arXiv:2301.11706, alg. 1).
     """
     sampling = denoiser.sampling
     x_t, target = add_noise(sampling, sigma, noise, x0)
@@ -71,21 +73,20 @@ def loss_at(
 
 
 def add_noise(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x_t at noise level `sigma` and the network output that would denoise it to x0 exactly."""
+    """Return x_t at `sigma` (B,) and the network output that would denoise it to x0 exactly."""
     x_t = sampling.noise_scaling(column(sigma, x0.ndim), noise.clone(), x0)
     return x_t, network_output(sampling, sigma, x_t, x0)
 
 
 def network_output(sampling: Sampling, sigma: Tensor, x_t: Tensor, denoised: Tensor) -> Tensor:
-    """Return the network output for which `calculate_denoised` gives `denoised`; differentiable in it."""
+    """Return the network output for which `calculate_denoised` gives `denoised`; differentiable in that."""
     d0 = sampling.calculate_denoised(sigma, torch.zeros_like(x_t), x_t)
     return (denoised - d0) / output_slope(sampling, sigma, x_t.ndim)
 
 
 def check_sampling(sampling: Sampling, name: str) -> None:
-    """Raise UserError when the model cannot be trained through its `model_sampling`.
-
-    That is when noise does not enter x_t, or the output does not enter the denoised image.
+    """Raise UserError when the model cannot be trained through its `model_sampling`: the noise does not enter
+    x_t, or the output does not enter the denoised image.
     """
     sigma = torch.as_tensor(sampling.percent_to_sigma(0.5), dtype=torch.float32).reshape(1)
     level = Level.of(sampling, sigma, 4)
@@ -102,7 +103,7 @@ def check_sampling(sampling: Sampling, name: str) -> None:
 
 
 def differential_target(output: Tensor, target: Tensor, scale: float) -> Tensor:
-    """Move the target `scale` times as far from the prediction: output + scale * (target - output).
+    """Return a target `scale` times as far from the output: output + scale * (target - output).
 
     ostris/ai-toolkit, "differential guidance". With a squared error this multiplies the gradient by `scale`.
     """
@@ -110,9 +111,9 @@ def differential_target(output: Tensor, target: Tensor, scale: float) -> Tensor:
 
 
 def with_guidance(batch: Batch, config: ObjectiveConfig, family: Family) -> Batch:
-    """Return the batch with the guidance input that the family's network takes.
+    """Return the batch with the guidance input of the family's network, if it has one.
 
-    Raises UserError when a guidance is set for a network that takes none.
+    Raises UserError when the settings name a guidance for a network without this input.
     """
     if family.guidance is None:
         if config.guidance >= 0:
@@ -127,7 +128,7 @@ def _mean(error: Tensor, batch: Batch) -> Tensor:
     if batch.masks is not None:
         masks = batch.masks.to(error)
         masks = masks.reshape(*masks.shape[:2], *(1,) * (error.ndim - 4), *masks.shape[2:])
-        means = masks.flatten(1).mean(1).clamp_min(1e-6)  # of each image, so that all count the same
+        means = masks.flatten(1).mean(1).clamp_min(1e-6)  # per image, so that all images count the same
         error = error * (masks / means.reshape(-1, *(1,) * (masks.ndim - 1)))
     per_sample = error.flatten(1).mean(1)
     if batch.weights is not None:

@@ -1,4 +1,4 @@
-"""The noise added to images: Gaussian, and variants that teach very dark, bright or large-scale content."""
+"""The noise added to images: Gaussian, or variants for very dark, very bright or large-scale content."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Draw = Callable[[str], torch.Generator]
 
 
 def draw_noise(shape: torch.Size, config: ObjectiveConfig, draw: Draw) -> Tensor:
-    """Draw noise (B, C, H, W), with the configured offset and coarser layers."""
+    """Draw noise (B, C, H, W), with the offset and the coarser layers that `config` asks for."""
     noise = torch.randn(shape, generator=draw("noise"))
     if config.pyramid_noise:
-        noise = pyramid_noise(noise, config.pyramid_noise, generator=draw("pyramid"))
+        noise = add_pyramid(noise, config.pyramid_noise, generator=draw("pyramid"))
     if config.noise_offset:
-        noise = offset_noise(noise, config.noise_offset, generator=draw("offset"))
+        noise = add_offset(noise, config.noise_offset, generator=draw("offset"))
     return noise
 
 
-def offset_noise(noise: Tensor, strength: float, *, generator: torch.Generator) -> Tensor:
-    """Add one normal value per sample and channel: noise + strength * N(0, 1).
+def add_offset(noise: Tensor, strength: float, *, generator: torch.Generator) -> Tensor:
+    """Add one normal value for each sample and channel: noise + strength * N(0, 1).
 
     N. Guttenberg 2023, "Diffusion with offset noise" (crosslabs.org).
     """
     return noise + strength * torch.randn(*noise.shape[:2], *(1,) * (noise.ndim - 2), generator=generator)
 
 
-def pyramid_noise(noise: Tensor, discount: float, *, generator: torch.Generator) -> Tensor:
-    """Add ever coarser noise, layer i at discount**i of the strength, and scale back to the noise's own size.
+def add_pyramid(noise: Tensor, discount: float, *, generator: torch.Generator) -> Tensor:
+    """Add ever coarser noise, layer i at strength discount**i; scale each sample back to unit variance.
 
-    Each layer is 2 to 4 times as coarse as the one before, drawn at random (J. Whitaker 2023,
-    "Multi-resolution noise for diffusion model training"). Each sample keeps unit variance.
+    Each layer is 2 to 4 times as coarse as the one before, at random (J. Whitaker 2023, "Multi-resolution
+    noise for diffusion model training").
     """
     height, width = noise.shape[-2:]
     total, side, strength = noise.clone(), 1.0, 1.0

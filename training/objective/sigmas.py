@@ -1,7 +1,7 @@
-"""Which noise levels are practised: distributions over the part of x_t that is noise, shifts by image size.
+"""Which sigmas are sampled: distributions of the timestep, and its shift by image size.
 
-Everything here counts a noise level t from 0 (the clean image) to 1 (pure noise). A rectified-flow model's
-sigma is t itself; for every other model t is the position in its schedule, by its `percent_to_sigma`.
+A timestep t runs from 0 (the clean image) to 1 (pure noise). For a rectified-flow model it is sigma itself,
+for every other model the place in the schedule, by `percent_to_sigma`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def draw_sigmas(
     generator: torch.Generator,
     tokens: float = 4096,
 ) -> Tensor:
-    """Draw `count` noise levels for images of `tokens` tokens each.
+    """Draw `count` sigmas for images of `tokens` tokens each: (count,) float32 within the model's own range.
 
-    Stratified, each comes from another of `count` equal parts of the distribution, in random order: the
-    variance of a batch's loss falls and no expectation changes.
+    With `config.stratified`, each comes from another of `count` equal parts of the distribution, in random
+    order: the variance of a batch's loss falls, and no expectation changes.
 
-    Returns (count,) float32 within the model's own range. Raises UserError for an unknown distribution.
+    Raises UserError for an unknown distribution.
     """
     name = family.sigmas if config.sigmas == "auto" else config.sigmas
     if name not in SIGMAS:
@@ -42,31 +42,34 @@ def draw_sigmas(
     if config.stratified:
         u = (order + u) / count
     t = SIGMAS[name](apply_bias(u.clamp(1e-4, 1 - 1e-4), config.bias), config)
-    t = shift_levels(t, shift_for(tokens, config, family))
+    t = shift_timesteps(t, shift_for(tokens, config, family))
     t = config.min_noise + (config.max_noise - config.min_noise) * t
     return to_sigmas(sampling, t, flow=name != "schedule" and is_flow(sampling))
 
 
-def to_sigmas(sampling: Sampling, levels: Tensor, *, flow: bool) -> Tensor:
-    """Return the model's sigmas at noise levels in 0..1: the same, or that far along its schedule."""
+def to_sigmas(sampling: Sampling, timesteps: Tensor, *, flow: bool) -> Tensor:
+    """Return the model's sigmas at timesteps in 0..1: the same for flow, else that far along its schedule."""
     sigmas = (
-        levels if flow else torch.tensor([float(sampling.percent_to_sigma(1.0 - float(t))) for t in levels])
+        timesteps
+        if flow
+        else torch.tensor([float(sampling.percent_to_sigma(1.0 - float(t))) for t in timesteps])
     )
     return sigmas.float().clamp(float(sampling.sigma_min), float(sampling.sigma_max))
 
 
 def is_flow(sampling: Sampling) -> bool:
-    """Whether x_t goes straight from image to noise, so that sigma is the part of it that is noise."""
+    """Return whether x_t goes straight from image to noise, so that sigma is its share of noise."""
     zero, one = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1)
     half = torch.full((1, 1, 1, 1), 0.5)
     return math.isclose(sampling.noise_scaling(half, zero.clone(), one).item(), 0.5, rel_tol=1e-6)
 
 
 def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
-    """Return the shift for images of `tokens` tokens: the setting's or family's, fitted to size if asked.
+    """Return the shift for images of `tokens` tokens: the setting or the family's, adapted to the size by
+    `resolution_shift`.
 
-    A shift that was set by hand is only adapted when `resolution_shift` was set by hand too. The levels of
-    "schedule" are the model's own, shifted already: the family's shift is not added.
+    A shift that was set by hand is adapted only if `resolution_shift` was set by hand too. The timesteps of
+    "schedule" are the model's own, shifted already, so the family's shift is not added.
     """
     rule: str = config.resolution_shift
     if config.sigmas == "schedule" and not config.shift and rule == "auto":
@@ -76,16 +79,16 @@ def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
     return RESOLUTION_SHIFTS[rule](config.shift or family.shift, tokens)
 
 
-def shift_levels(level: Tensor, shift: float) -> Tensor:
-    """Move noise levels towards noise for shift > 1: shift*t / (1 + (shift-1)*t).
+def shift_timesteps(timestep: Tensor, shift: float) -> Tensor:
+    """Move timesteps towards noise for shift > 1: shift*t / (1 + (shift-1)*t).
 
     Esser et al. 2024, arXiv:2403.03206, eq. 23.
     """
-    return shift * level / (1.0 + (shift - 1.0) * level)
+    return shift * timestep / (1.0 + (shift - 1.0) * timestep)
 
 
 def flux_shift(tokens: float) -> float:
-    """exp(mu), mu linear in the number of tokens from 0.5 at 256 to 1.15 at 4096.
+    """exp(mu), mu linear in the number of tokens: 0.5 at 256, 1.15 at 4096.
 
     black-forest-labs/flux, sampling.py, get_schedule.
     """
@@ -93,7 +96,7 @@ def flux_shift(tokens: float) -> float:
 
 
 def sd3_shift(shift: float, tokens: float) -> float:
-    """shift * sqrt(m / n): levels look as noisy at m tokens as the shift's at n = 4096 (1024x1024 pixels).
+    """shift * sqrt(m / n): m tokens look as noisy as n = 4096 (1024x1024 pixels) at `shift`.
 
     Esser et al. 2024, arXiv:2403.03206, sec. 5.3.2.
     """
@@ -106,7 +109,7 @@ def apply_bias(u: Tensor, bias: float) -> Tensor:
 
 
 def logit_normal(u: Tensor, *, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Quantile function of sigmoid(N(mean, std)): densest at medium noise (arXiv:2403.03206, eq. 19)."""
+    """Quantile function of sigmoid(N(mean, std)), densest at medium noise (arXiv:2403.03206, eq. 19)."""
     return torch.sigmoid(mean + std * torch.special.ndtri(u))
 
 
@@ -120,7 +123,7 @@ def mode(u: Tensor, *, scale: float = 1.29) -> Tensor:
 
 
 def cosmap(u: Tensor) -> Tensor:
-    """A rectified flow's levels for the cosine schedule of Nichol & Dhariwal: 1 - 1 / (tan(pi*u/2) + 1).
+    """A rectified flow's timesteps for the cosine schedule of Nichol & Dhariwal: 1 - 1 / (tan(pi*u/2) + 1).
 
     arXiv:2403.03206, eq. 21.
     """
@@ -135,12 +138,12 @@ SIGMAS: Mapping[str, Callable[[Tensor, ObjectiveConfig], Tensor]] = {
     "cosmap": lambda u, config: cosmap(u),
     "schedule": lambda u, config: u,
 }
-"""Name -> quantile function: u uniform in (0, 1) -> noise level before the shift. "schedule" takes flow
-models' levels from the model's own, already shifted schedule too, as every other model's always are."""
+"""Name -> quantile function: u uniform in (0, 1) -> timestep before the shift. "schedule" reads even a flow
+model's timesteps as places in its own, already shifted schedule, as those of every other model always are."""
 
 RESOLUTION_SHIFTS: Mapping[str, Callable[[float, float], float]] = {
     "none": lambda shift, tokens: shift,
     "flux": lambda shift, tokens: flux_shift(tokens),
     "sd3": sd3_shift,
 }
-"""Name -> (shift, tokens) -> shift at that size. "flux" goes by the size alone."""
+"""Name -> (shift, tokens) -> shift at that size. "flux" depends on the size alone."""

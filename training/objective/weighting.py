@@ -1,7 +1,7 @@
-"""How an error counts: the space it is measured in, its shape, and its weight at each noise level.
+"""How an error counts: the space it is measured in, its shape, and its weight at each sigma.
 
-A level is measured on the model's own `model_sampling` (`Level`), so one formula serves every model type and
-what a weight means does not depend on what the network happens to predict.
+What a sigma means is measured on the model's own `model_sampling` (`Level`), so one formula serves every
+model type, and a weight means the same whatever the network predicts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..model import Sampling
 
 @dataclass(frozen=True)
 class Level:
-    """What x_t is made of and how the network's output enters the image; each (B, 1, 1, 1), measured."""
+    """What x_t consists of at a sigma, and how the network's output enters the image; each (B, 1, 1, 1)."""
 
     image: Tensor
-    """x_t holds image * x0 ..."""
+    """x_t = image * x0 ..."""
     noise: Tensor
     """... + noise * n."""
     slope: Tensor
@@ -39,7 +39,7 @@ class Level:
 
     @property
     def snr(self) -> Tensor:
-        """Signal-to-noise ratio of x_t, 0 for pure noise."""
+        """The signal-to-noise ratio of x_t; 0 for pure noise."""
         return (self.image / self.noise).square()
 
     @property
@@ -49,7 +49,7 @@ class Level:
 
 
 def output_slope(sampling: Sampling, sigma: Tensor, ndim: int) -> Tensor:
-    """Return d denoised / d output, (B, 1, 1, 1), at x_t = 0: exact also where x_t is large."""
+    """Return d denoised / d output, (B, 1, 1, 1), measured at x_t = 0, where it is exact."""
     zero = torch.zeros_like(column(sigma.float(), ndim))
     at = partial(sampling.calculate_denoised, sigma)
     return at(torch.ones_like(zero), zero) - at(zero, zero)
@@ -61,7 +61,7 @@ def column(sigma: Tensor, ndim: int) -> Tensor:
 
 
 def huber(error: Tensor, delta: float) -> Tensor:
-    """e^2 up to |e| = delta, then 2 * delta * |e| - delta^2 (Huber 1964, doubled: small errors as in mse)."""
+    """e^2 up to |e| = delta, then 2 * delta * |e| - delta^2 (Huber 1964, doubled: mse for small e)."""
     return 2.0 * F.huber_loss(error, torch.zeros_like(error), delta=delta, reduction="none")
 
 
@@ -82,7 +82,7 @@ def min_snr(level: Level, gain: Tensor, config: ObjectiveConfig) -> Tensor:
 def debiased(level: Level, gain: Tensor, config: ObjectiveConfig) -> Tensor:
     """1 / sqrt(SNR) on the noise's squared error, in any space (Yu et al. 2023, arXiv:2310.08442).
 
-    SNR is held within 1e-3..1e3, so that neither end of the schedule outweighs the rest.
+    SNR is clamped to 1e-3..1e3, so that neither end of the schedule outweighs the rest.
     """
     return level.snr.clamp(1e-3, 1e3).sqrt() * (level.slope / gain).square()
 
@@ -102,8 +102,8 @@ SPACES: Mapping[str, Callable[[Level], Tensor]] = {
     "v": lambda level: level.slope.abs() * (level.image.square() + level.noise.square()).sqrt() / level.noise,
     "velocity": lambda level: level.slope.abs() * (level.image + level.noise) / level.noise,
 }
-"""Name -> factor that makes an error of the network's output one of the image x0, noise eps, v of Salimans &
-Ho 2022 (arXiv:2202.00512) or velocity eps - x0, at the same x_t. "output": what the network predicts."""
+"""Name -> factor that turns an error of the network's output into one of the image x0, the noise eps, v of
+Salimans & Ho 2022 (arXiv:2202.00512) or the velocity eps - x0, at the same x_t. "output" leaves it."""
 
 
 WEIGHTINGS: Mapping[str, Callable[[Level, Tensor, ObjectiveConfig], Tensor]] = {
@@ -115,5 +115,6 @@ WEIGHTINGS: Mapping[str, Callable[[Level, Tensor, ObjectiveConfig], Tensor]] = {
         2.0 / (torch.pi * (1.0 - 2.0 * level.flow + 2.0 * level.flow.square()))
     ),
 }
-"""Name -> weight of the loss at a level. "sigma-sqrt" (t^-2) and "cosmap" (2 / (pi * (1 - 2t + 2t^2)),
-arXiv:2403.03206, sec. 3.1) weight the chosen space's error at flow time t; the others are the same in all."""
+"""Name -> weight of the loss at a sigma. "sigma-sqrt" (t^-2) and "cosmap" (2 / (pi * (1 - 2t + 2t^2)),
+arXiv:2403.03206, sec. 3.1) weight the error in the chosen space, at flow time t; the others give the same
+weight whatever the space."""
