@@ -47,7 +47,7 @@ def test_nodes_import_no_tensor_library(path):
 
 
 def test_inference_mode_is_undone_at_one_border():
-    engine = files("training") + files("nodes")
+    engine = source_files("training") + source_files("nodes")
     undone = [id_of(path) for path in engine if "inference_mode(False)" in path.read_text("utf-8")]
     assert undone == ["training/comfy/inference_mode.py"]
 

@@ -21,8 +21,9 @@ from graft.training.data import augment, cache, fingerprint, join, scan
 from graft.training.files.lora.read import lora_tensors, read_lora
 from graft.training.job.read import read_job
 from graft.training.loop import train
-from graft.training.run.execute import Run, execute, saved_steps, states_up_to
-from graft.training.run.queued import queued, run_settings, settings_of
+from graft.training.run.checkpoints import Checkpoints
+from graft.training.run.execute import Run, execute
+from graft.training.run.queued import read_queued, run_settings, settings_of
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import load_state, open_state, save_state
 from graft.training.tools.merge import digest as lora_digest
@@ -114,10 +115,12 @@ def test_a_state_goes_on_in_two_parts_as_at_once():
 def test_every_file_of_a_run_is_read():
     run = Run(FOLDER)
     assert from_dict(TrainConfig, json.loads((FOLDER / "config.json").read_text())) == RUN
-    assert saved_steps(run) == [3, 4, 6] == [handle.step for handle in states_up_to(open_state(STATES[-1]))]
+    checkpoints = Checkpoints(run)
+    leading = checkpoints.leading_to(open_state(STATES[-1]))
+    assert checkpoints.steps() == [3, 4, 6] == [handle.step for handle in leading]
     assert [entry["step"] for entry in read_log(FOLDER / "log.jsonl")] == list(range(1, STEPS + 1))
     graph = json.loads((HERE / "graph.json").read_text())
-    assert queued(FOLDER) == {run_settings(graph, make.TRAIN_STEPS): STEPS}
+    assert read_queued(FOLDER) == {run_settings(graph, make.TRAIN_STEPS): STEPS}
 
 
 @pytest.mark.parametrize("step", (3, 4, 6))
