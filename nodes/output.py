@@ -12,7 +12,8 @@ from ..training.comfy.files import paths
 from ..training.comfy.run.graph_run import QueuedNode
 from ..training.family import family_named
 from ..training.files.lora.diffusers import FILE_FORMATS, comfy_reads
-from ..training.files.lora.metadata import WEIGHTS, lora_metadata, write_lora
+from ..training.files.lora.metadata import WEIGHTS, lora_metadata
+from ..training.files.lora.write import write_lora
 from ..training.files.tensor_file import TensorFile
 from ..training.files.whole_file import WINDOWS
 from ..training.memory.precision import DTYPES

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ..training import distributed
 from ..training.comfy.files import trained_lora as output
-from ..training.comfy.files.initial_lora import first_state
+from ..training.comfy.files.initial_lora import save_initial_state
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.run import workers
 from ..training.comfy.run.graph_run import GraphRun, QueuedNode
@@ -146,7 +146,7 @@ class TrainSteps(Node):
         adapter = start.adapter if isinstance(start, StateHandle) else start
         denoiser, dataset = ComfyDenoiser(model, trained_clip(adapter, clip)), encoded(dataset)
         resumed, left_out = (
-            (start, []) if isinstance(start, StateHandle) else first_state(denoiser, adapter, seed)
+            (start, []) if isinstance(start, StateHandle) else save_initial_state(denoiser, adapter, seed)
         )
         chosen = optimizer_settings or TrainConfig()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)

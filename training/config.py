@@ -142,13 +142,6 @@ class AdapterConfig:
             f"factor must be at least 2, or -1 to divide the weight evenly; got {self.factor}.",
         )
 
-    @property
-    def effective_alpha(self) -> float:
-        """The alpha that a file states: the adapter is applied at alpha / rank."""
-        if self.rslora:
-            return (self.alpha or 4.0) * math.sqrt(self.rank)
-        return self.alpha or (1.0 if self.algorithm == "loha" else float(self.rank))
-
 
 @dataclass(frozen=True)
 class OptimizerConfig:

@@ -13,7 +13,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from graft.training.adapters.build import draws
-from graft.training.adapters.lokr import LoKr, factorise
+from graft.training.adapters.lokr import LoKr, factorize
+from graft.training.files.lora.write import layer_tensors
 
 from ..support.adapter_cases import LAYERS, METHODS, base_weight, case, merged_output, trained_case
 
@@ -74,7 +75,7 @@ def test_a_lycoris_module_has_parameters_of_our_names_and_shapes(method, kind):
 def test_the_factors_of_a_size_are_those_of_lycoris():
     for size in (1, 2, 7, 12, 127, 128, 250, 360, 512, 640, 1024, 1280, 3072):
         for factor in (-1, 2, 3, 4, 8, 16, 32):
-            assert factorise(size, factor) == factorization(size, factor), (size, factor)
+            assert factorize(size, factor) == factorization(size, factor), (size, factor)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -163,5 +164,5 @@ def test_dora_with_a_constant_norm_has_the_gradients_of_its_formula():
 def test_rslora_is_folded_into_the_stored_alpha():
     _, adapter, _ = case("lora-rs", "linear")
     weights = {name: p.detach() for name, p in adapter.named_parameters()}
-    stored = float(adapter.file_tensors(weights, adapter.config)["alpha"])
+    stored = float(layer_tensors(weights, adapter.config)["alpha"])
     assert stored / 3 == pytest.approx(1.5 / math.sqrt(3)) == adapter.scale

@@ -8,7 +8,7 @@ import torch
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.adapters.build import attach, draws, for_layer, method_of
 from graft.training.config import AdapterConfig
-from graft.training.files.lora.read import rounded
+from graft.training.files.lora.write import cast_tensors, layer_tensors
 from graft.training.loop import train
 
 from ..support.adapter_cases import (
@@ -66,7 +66,7 @@ def test_alpha_over_rank_scales_the_difference(method, kind):
 )
 def test_without_an_alpha_a_method_has_its_own(settings, strength):
     config = AdapterConfig(**settings)
-    assert config.effective_alpha / config.rank == strength
+    assert method_of(config).effective_alpha(config) / config.rank == strength
 
 
 @matrix
@@ -74,7 +74,7 @@ def test_saved_and_read_again_equals_the_adapter(method, kind):
     _, adapter, _ = trained_case(method, kind)
     weights = {name: parameter.detach() for name, parameter in adapter.named_parameters()}
     config = for_layer(adapter.config, "net.layer")
-    tensors = method_of(config).file_tensors(weights, config)
+    tensors = layer_tensors(weights, config)
     cls = method_of(adapter_config(method, init="default"))
     read = cls.from_file_tensors(tensors)
     rank = cls.rank_in(read)
@@ -103,7 +103,7 @@ def test_a_dora_file_in_bf16_rounds_the_difference_and_not_the_whole_weight():
     exact = adapter.delta(base).detach()
     weights = {name: parameter.detach() for name, parameter in adapter.named_parameters()}
     read = type(adapter).from_file_tensors(
-        rounded(type(adapter).file_tensors(weights, adapter.config), torch.bfloat16)
+        cast_tensors(layer_tensors(weights, adapter.config), torch.bfloat16)
     )
     adapter.load_state_dict({name: tensor.float() for name, tensor in read.items()})
     assert (adapter.delta(base) - exact).norm() < 0.01 * exact.norm()
@@ -117,7 +117,7 @@ def test_a_file_holds_matrices_for_a_linear_layer_and_a_1x1_up_for_a_convolution
         ("conv2d", (3, 16, 3, 3), (24, 3, 1, 1)),
     ):
         _, adapter, _ = trained_case("lora", kind)
-        tensors = adapter.file_tensors(dict(adapter.named_parameters()), adapter.config)
+        tensors = layer_tensors(dict(adapter.named_parameters()), adapter.config)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
             "lora_down.weight": down,
             "lora_up.weight": up,

@@ -22,7 +22,8 @@ from graft.tests.support.adapter_cases import LAYERS, METHODS, adapter_config, b
 from graft.tests.support.tiny import FAMILY
 from graft.training.adapters.build import attach, build_adapters, initialize, named_parameters
 from graft.training.comfy.model import weights
-from graft.training.files.lora.read import lora_key, lora_tensors, read_lora
+from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.write import lora_key, lora_tensors
 from graft.training.memory.weight_store import Store
 from graft.training.state import TrainState
 from graft.training.tools.merge import merged_weight

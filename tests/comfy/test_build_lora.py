@@ -13,8 +13,8 @@ from graft.nodes.lora import BuildLora
 from graft.nodes.lora_settings import LoraSettings
 from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.tests.support import dynamic_vram
-from graft.training.adapters.build import build_adapters, select
-from graft.training.comfy.files.initial_lora import first_state, summary
+from graft.training.adapters.build import build_adapters, method_of, select
+from graft.training.comfy.files.initial_lora import save_initial_state, summary
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.run.notes import run_notes
 from graft.training.config import TrainConfig
@@ -102,10 +102,11 @@ def test_the_node_lists_what_of_the_file_fits_nothing(model):
 def test_step_0_computes_what_the_stock_loader_makes_of_the_file(model, base, size, rank):
     config, _ = built(start_from="begun.safetensors", start_size=size)
     denoiser = ComfyDenoiser(model)
-    handle, left_out = first_state(denoiser, config, seed=0)
+    handle, left_out = save_initial_state(denoiser, config, seed=0)
     state = handle.load()
     assert state.adapter.rank == rank and state.weights[f"{QKV}.down"].shape == (rank, 128)
-    product = state.adapter.effective_alpha / rank * state.weights[f"{QKV}.up"] @ state.weights[f"{QKV}.down"]
+    strength = method_of(state.adapter).effective_alpha(state.adapter) / rank
+    product = strength * state.weights[f"{QKV}.up"] @ state.weights[f"{QKV}.down"]
     tensors = load_file(base / "models" / "loras" / "begun.safetensors")
     patched = comfy.sd.load_lora_for_models(model, None, tensors, 1.0, 1.0)[0]
     key = f"diffusion_model.{QKV}.weight"
@@ -122,19 +123,19 @@ def test_step_0_computes_what_the_stock_loader_makes_of_the_file(model, base, si
     [
         ({"start_size": "as set here", "rank": 2}, "the file has rank 4 here and the settings have 2"),
         ({"start_size": "as set here", "algorithm": "loha"}, "the file holds lora weights"),
-        ({"start_from": "flux.safetensors"}, "flux.safetensors: no layer of SD3.5 Medium is called like"),
+        ({"start_from": "flux.safetensors"}, "flux.safetensors: no layer of SD3.5 Medium has a name"),
         ({"start_from": "nowhere.safetensors"}, "no such file in models/loras"),
     ],
 )
 def test_a_file_that_cannot_be_brought_to_the_settings_is_refused(model, changes, message):
     config, _ = built(**{"start_from": "begun.safetensors", **changes})
     with pytest.raises(ValueError, match=message):
-        first_state(ComfyDenoiser(model), config, seed=0)
+        save_initial_state(ComfyDenoiser(model), config, seed=0)
 
 
 def test_a_plain_lora_goes_on_as_dora(model):
     config, _ = built(start_from="begun.safetensors", start_size="as set here", algorithm="dora")
-    state = first_state(ComfyDenoiser(model), config, seed=0)[0].load()
+    state = save_initial_state(ComfyDenoiser(model), config, seed=0)[0].load()
     assert state.weights[f"{QKV}.magnitude"].shape == (1, 128)
 
 

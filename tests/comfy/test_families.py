@@ -25,7 +25,7 @@ from graft.training.config import (
     TrainConfig,
 )
 from graft.training.family import CONVOLUTIONS
-from graft.training.files.lora.read import lora_tensors
+from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state, train
 from graft.training.objective.loss import add_noise, draw_loss
 

@@ -18,7 +18,7 @@ from graft.training.comfy.files import lora_files
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
 from graft.training.files.lora.diffusers import comfy_reads, diffusers_tensors
-from graft.training.files.lora.initial_weights import match_layers, start_from_file
+from graft.training.files.lora.initial_weights import build_initial_weights, match_layers
 from graft.training.files.lora.names import (
     Target,
     comfy_names,
@@ -26,7 +26,8 @@ from graft.training.files.lora.names import (
     network_names,
     text_names,
 )
-from graft.training.files.lora.read import lora_tensors, read_lora, split_key
+from graft.training.files.lora.read import read_lora, split_key
+from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state
 from graft.training.tools.convert import convert
 from graft.training.tools.merge import merge_files, merged_weight
@@ -262,7 +263,7 @@ def test_diffusers_names_that_comfyui_does_not_read_merge_convert_and_start_whol
         assert_close(patched(patcher, convert(file, layout, shapes=checkpoint)), expected)
     matched = match_layers(file, denoiser.specs, denoiser.family)
     assert not matched.left_out and len(matched.layers) == len(weights) / 2
-    start = start_from_file(matched, denoiser.specs, denoiser.family, fresh.adapter)
+    start = build_initial_weights(matched, denoiser.specs, denoiser.family, fresh.adapter)
     before, after = (
         restore_adapters(denoiser.specs, fresh.adapter, w, torch.device("cpu")) for w in (weights, start)
     )

@@ -17,7 +17,8 @@ from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig
 from graft.training.family import FAMILIES, family_named
 from graft.training.files import whole_file
-from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.write import lora_tensors
 from graft.training.run.saved_state import open_state, save_state
 from graft.training.state import TrainState
 

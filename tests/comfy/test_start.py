@@ -15,8 +15,9 @@ from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
 from graft.training.family import is_text
 from graft.training.files.lora.diffusers import diffusers_tensors
-from graft.training.files.lora.initial_weights import config_from_file, match_layers, start_from_file
-from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.files.lora.initial_weights import build_initial_weights, config_from_file, match_layers
+from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state, train
 from graft.training.state import TrainState
 
@@ -77,7 +78,7 @@ def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layou
     denoiser = ComfyDenoiser(patcher)
     matched = match_layers(read_lora(path), denoiser.specs, denoiser.family)
     config = config_from_file(matched, denoiser.specs, AdapterConfig())
-    weights = start_from_file(matched, denoiser.specs, denoiser.family, config)
+    weights = build_initial_weights(matched, denoiser.specs, denoiser.family, config)
     adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
     expected = rendered(patcher, tensors)
     assert expected
@@ -116,7 +117,7 @@ def test_a_file_written_by_diffusers_starts_training_and_trains_on(tmp_path, pat
     matched = match_layers(read_lora(path), denoiser.specs, denoiser.family)
     assert not matched.left_out
     config = config_from_file(matched, denoiser.specs, AdapterConfig())
-    weights = start_from_file(matched, denoiser.specs, denoiser.family, config)
+    weights = build_initial_weights(matched, denoiser.specs, denoiser.family, config)
     adapters = restore_adapters(denoiser.specs, config, weights, torch.device("cpu"))
     expected = rendered(patcher, tensors)
     for key, difference in expected.items():
@@ -142,7 +143,7 @@ def test_a_file_with_text_encoders_starts_where_it_was_saved(tmp_path, name, wri
     specs, family = denoiser.specs, denoiser.family
     matched = match_layers(read_lora(path), specs, family)
     assert not matched.left_out
-    weights = start_from_file(matched, specs, family, WITH_TEXT.adapter)
+    weights = build_initial_weights(matched, specs, family, WITH_TEXT.adapter)
     cpu = torch.device("cpu")
     before, after = (restore_adapters(specs, WITH_TEXT.adapter, w, cpu) for w in (saved, weights))
     assert before.keys() == after.keys() and any(is_text(path) for path in after)

@@ -32,7 +32,7 @@ from graft.training.data import DatasetConfig
 from graft.training.data.caption import variations
 from graft.training.family import is_text
 from graft.training.files.lora.diffusers import diffusers_tensors
-from graft.training.files.lora.read import lora_tensors
+from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state, train
 from graft.training.memory.estimate import estimate_step
 from graft.training.run.saved_state import load_state, save_state

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from graft.tests.support.tiny import FAMILY, TinyDataset, TinyDenoiser
 from graft.training.adapters.build import build_adapters, named_parameters, restore_adapters
 from graft.training.config import AdapterConfig
-from graft.training.files.lora.initial_weights import config_from_file, match_layers, start_from_file
+from graft.training.files.lora.initial_weights import build_initial_weights, config_from_file, match_layers
 from graft.training.files.lora.match import match_lora
 from graft.training.files.lora.names import Target, layer_names
-from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import train
 from graft.training.state import TrainState
 
@@ -69,7 +70,7 @@ def test_a_file_starts_where_it_was_saved(tmp_path, method, family):
     path = saved(tmp_path, state, family)
     config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(targets="everything"))
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
+        weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
     assert_same_products(
         products(denoiser, config, weights), products(denoiser, state.adapter, state.weights)
     )
@@ -80,7 +81,9 @@ def test_a_round_trip_through_a_file_is_lossless(tmp_path, method):
     denoiser, state = trained(method)
     path = saved(tmp_path, state)
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter, layers=base.layers)
+        weights = build_initial_weights(
+            found_in(path), denoiser.specs, FAMILY, state.adapter, layers=base.layers
+        )
     assert weights.keys() == state.weights.keys()
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
@@ -91,7 +94,9 @@ def test_a_larger_rank_starts_at_the_same_difference_and_learns_in_all_of_it(tmp
     path = saved(tmp_path, state)
     config = train_config(dataclasses.replace(state.adapter, rank=7, alpha=2.5))
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config.adapter, layers=base.layers)
+        weights = build_initial_weights(
+            found_in(path), denoiser.specs, FAMILY, config.adapter, layers=base.layers
+        )
     assert_same_products(
         products(denoiser, config.adapter, weights), products(denoiser, state.adapter, state.weights), 1e-5
     )
@@ -106,7 +111,7 @@ def test_layers_that_the_file_lacks_start_fresh_and_its_own_are_all_kept(tmp_pat
     path = saved(tmp_path, dataclasses.replace(state, weights=some))
     config = dataclasses.replace(state.adapter, targets="attn")
     with caplog.at_level(logging.WARNING):
-        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+        weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config)
     found = products(denoiser, config, weights)
     assert set(found) == {"blocks.0.attn_qkv", "blocks.1.attn_qkv", "blocks.0.mlp", "conv_in"}
     assert not found["blocks.0.attn_qkv"].any() and found["conv_in"].any()
@@ -119,7 +124,7 @@ def test_keys_that_match_no_layer_are_listed(tmp_path, caplog):
     text = {f"lora_te1_x.{side}.weight": torch.ones(3, 3) for side in ("lora_up", "lora_down")}
     save_file({**lora_tensors(state, FAMILY), **text, "blocks.0.norm.w_norm": torch.ones(3)}, path)
     with caplog.at_level(logging.WARNING):
-        start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
+        build_initial_weights(found_in(path), denoiser.specs, FAMILY, state.adapter)
     for key in ("lora_te1_x.lora_up.weight", "lora_te1_x.lora_down.weight", "blocks.0.norm.w_norm"):
         assert key in caplog.text
 
@@ -127,10 +132,8 @@ def test_keys_that_match_no_layer_are_listed(tmp_path, caplog):
 def test_a_file_of_another_model_is_refused(tmp_path):
     path = tmp_path / "start.safetensors"
     save_file({f"lora_unet_other.{side}.weight": torch.ones(3, 3) for side in ("lora_up", "lora_down")}, path)
-    with pytest.raises(
-        ValueError, match="no layer of tiny is called like those of the file .lora_unet_other"
-    ):
-        start_from_file(found_in(path), TinyDenoiser().specs, FAMILY, AdapterConfig())
+    with pytest.raises(ValueError, match="no layer of tiny has a name that the file uses .lora_unet_other"):
+        build_initial_weights(found_in(path), TinyDenoiser().specs, FAMILY, AdapterConfig())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
             {"full_matrix": False, "rank": 1},
             "the settings have no such factor; take rank and factors",
         ),
-        ("loha-tucker", {"rank": 4}, "a Tucker core keeps its rank"),
+        ("loha-tucker", {"rank": 4}, "the rank of a Tucker core cannot change"),
         ("lora", {"algorithm": "dora"}, "needs? its base|beside its base|base weight"),
         ("lora", {"init": "pissa"}, "set init to 'default'"),
     ],
@@ -152,7 +155,7 @@ def test_what_cannot_be_brought_to_the_settings_is_refused(tmp_path, method, set
     denoiser, state = trained(method)
     path = saved(tmp_path, state)
     with pytest.raises(ValueError, match=message):
-        start_from_file(
+        build_initial_weights(
             found_in(path), denoiser.specs, FAMILY, dataclasses.replace(state.adapter, **settings)
         )
 
@@ -165,7 +168,7 @@ def test_a_layer_of_another_size_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"shape \(3, 8\) does not fit \(3, 32\) of the layer .*choose the base"
     ):
-        start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
+        build_initial_weights(found_in(path), denoiser.specs, FAMILY, state.adapter)
 
 
 def split_names(specs):
@@ -192,7 +195,7 @@ def test_separate_q_k_v_become_one_lora_of_the_fused_layer(tmp_path, shared):
     save_file(tensors, path)
     config = config_from_file(found_in(path, names), specs, AdapterConfig(targets="attn"))
     assert config.rank == (2 if shared else 6)
-    weights = start_from_file(found_in(path, names), specs, FAMILY, config)
+    weights = build_initial_weights(found_in(path, names), specs, FAMILY, config)
     assert torch.allclose(products(TinyDenoiser(), config, weights)["blocks.0.attn_qkv"], expected, atol=1e-5)
 
 
@@ -204,7 +207,7 @@ def test_ranks_and_alphas_that_differ_between_layers_become_patterns(tmp_path):
     assert dict(config.ranks) == {"blocks.0.mlp": 5, "blocks.1.mlp": 5} and dict(config.alphas) == {
         "conv_in": 3.0
     }
-    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config)
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
@@ -212,7 +215,7 @@ def test_whole_factors_stay_whole_at_any_rank_of_the_settings(tmp_path):
     denoiser, state = trained("lokr-full")
     path = saved(tmp_path, state)
     config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(rank=1, targets="everything"))
-    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config)
     assert config.full_matrix and weights.keys() == state.weights.keys()
 
 
@@ -231,7 +234,7 @@ def test_algorithms_that_differ_between_layers_become_patterns(tmp_path):
     config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(targets="everything"))
     assert config.algorithm == "lora"
     assert dict(config.algorithms) == {"blocks.0.mlp": "loha", "blocks.1.mlp": "loha"}
-    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config)
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
@@ -240,7 +243,7 @@ def test_a_plain_lora_becomes_dora_of_the_same_function_beside_its_base(tmp_path
     path = saved(tmp_path, state)
     config = dataclasses.replace(state.adapter, algorithm="dora")
     with denoiser.hold(torch.float32) as base:
-        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
+        weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
         adapters = restore_adapters(denoiser.specs, config, weights, CPU)
         for name, adapter in adapters.items():
             weight = base.layers[name].weight(torch.float32, CPU)
@@ -252,7 +255,7 @@ def test_a_flat_file_of_a_convolution_is_read(tmp_path):
     tensors = {name: t.flatten(1) if t.ndim > 2 else t for name, t in lora_tensors(state, FAMILY).items()}
     path = tmp_path / "start.safetensors"
     save_file(tensors, path)
-    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
+    weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, state.adapter)
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
 
 
@@ -282,7 +285,7 @@ def test_a_peft_file_starts_training(tmp_path):
     path = tmp_path / "adapter_model.safetensors"
     save_file({k: v.contiguous() for k, v in get_peft_model_state_dict(peft).items()}, path)
     config = config_from_file(found_in(path), denoiser.specs, AdapterConfig())
-    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config)
     theirs = {
         n: m.get_delta_weight("default")
         for n, m in peft.base_model.model.named_modules()
@@ -311,7 +314,7 @@ def test_a_lycoris_file_starts_training(tmp_path, algorithm):
     file = read_lora(path)
     assert len(file.layers) == len(network.loras) >= 6
     config = config_from_file(found_in(path), denoiser.specs, AdapterConfig(targets="all"))
-    weights = start_from_file(found_in(path), denoiser.specs, FAMILY, config)
+    weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config)
     ours = products(denoiser, config, weights)
     for module in network.loras:
         name = next(path for path in ours if f"lora_unet_{path.replace('.', '_')}" == module.lora_name)
@@ -335,7 +338,7 @@ def test_layers_of_other_methods_are_listed_with_the_method_and_the_rest_starts(
     oft = {"lora_unet_blocks_0_mlp.oft_blocks": torch.zeros(8, 4, 4)}
     save_file({**tensors, **oft}, path)
     with caplog.at_level(logging.WARNING):
-        weights = start_from_file(found_in(path), denoiser.specs, FAMILY, state.adapter)
+        weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, state.adapter)
     assert "1 keys are OFT, which Graft does not train" in caplog.text
     assert "lora_unet_blocks_0_mlp.oft_blocks" in caplog.text and "blocks.1.mlp.up" in weights
     save_file(oft, path)

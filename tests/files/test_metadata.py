@@ -17,7 +17,7 @@ from graft.training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, 
 from graft.training.data import encode, join, scan
 from graft.training.family import FAMILIES
 from graft.training.files.lora.metadata import COVER_SIDE, lora_metadata, run_metadata, with_hashes
-from graft.training.files.lora.read import lora_key
+from graft.training.files.lora.write import lora_key
 from graft.training.state import TrainState
 
 CONFIG = TrainConfig(batch_size=2, seed=5, objective=ObjectiveConfig(noise_offset=0.05))

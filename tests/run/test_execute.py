@@ -28,7 +28,7 @@ from graft.training.config import (
     from_dict,
     to_dict,
 )
-from graft.training.files.lora.read import lora_tensors
+from graft.training.files.lora.write import lora_tensors
 from graft.training.live_state import LiveState
 from graft.training.loop import STOP
 from graft.training.optimizer.build import OPTIMIZERS

@@ -108,7 +108,7 @@ def test_keys_without_a_weight_are_listed_and_none_at_all_is_an_error(tmp_path):
     lora = lora_path(tmp_path)
     _, report = merged_with(tmp_path, {QKV: checkpoint()[QKV]}, lora)
     assert "lora_unet_conv_in.lora_up.weight" in report
-    with pytest.raises(ValueError, match="no layer of the base is called like"):
+    with pytest.raises(ValueError, match="no layer of the base has a name"):
         merged_with(tmp_path, {"other.weight": torch.ones(3, 3)}, lora)
     with pytest.raises(ValueError, match="for 24 outputs of 8 weights, but .* has 24 of 6; choose the base"):
         merged_with(tmp_path, {QKV: torch.ones(24, 6)}, lora)

@@ -1,12 +1,14 @@
-"""What every adapter method shares: sitting on a layer, its share of dropout, and being named in a file.
+"""The base class of adapter methods: its place on a layer, dropout, and everything files and jobs ask of it.
 
 A method says how its parameters make a weight difference; a layer kind says how a weight is applied
 (`frozen_layer.LAYER_KINDS`). Neither knows the other, so N methods and M kinds are N + M pieces of code.
+A new method is a file with its class and a row in `build.ADAPTERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import ClassVar
@@ -26,31 +28,51 @@ class Adapter(nn.Module):
     """The trained part beside one frozen layer. Parameters are float32, whatever the base computes in, or
     bf16 where the optimizer settings say so.
 
-    A method implements `compose`, and `difference` where it can do better than forming the whole of it.
-    Parameters are named in the file by `suffixes`, so saving and loading need no code of the method's own.
+    A method implements `initialize`, `compose` and `rank_in`, and `difference` where it can do better than
+    forming the whole product. `suffixes` name its parameters in a file, so saving, loading, merging and
+    resizing need no code of its own.
     """
 
     suffixes: ClassVar[Mapping[str, str]]
     """Parameter name -> suffix of its key in a LoRA file."""
     starts_at_zero: ClassVar[tuple[str, ...]]
-    """Parameters that `initialize` leaves at 0, but for PiSSA's: the ones that LoRA+ trains faster."""
+    """Parameters that `initialize` sets to 0, except in PiSSA; LoRA+ trains these faster."""
     padded_with_zeros: ClassVar[tuple[str, ...]]
-    """Parameters whose further rank components must be 0 for a larger rank to give the same difference."""
+    """Parameters whose extra rank components must be 0 for a larger rank to give the same difference."""
+    cores: ClassVar[tuple[str, ...]] = ()
+    """Tucker cores: parameters with two rank axes, so no rank can be added to them."""
     needs_base: ClassVar[bool] = False
     """Whether `initialize` needs the base weight."""
     exact: ClassVar[tuple[str, ...]] = ()
-    """Parameters near numbers of the base, whose small changes count: always float32."""
+    """Parameters close to the base's own numbers, whose small changes count: always float32."""
+    default_alpha: ClassVar[float | None] = None
+    """Alpha where the settings give none; None is the rank, so that the strength is 1."""
+    is_plain: ClassVar[bool] = False
+    """Whether its files are plain LoRA, two factors and alpha, which every program reads."""
+    ranks_in_file: ClassVar[int] = 1
+    """Rank of its files over the rank of the settings."""
+    network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {}
+    """Other values of `network.type` in job files -> the switches that they set."""
+    lycoris_names: ClassVar[tuple[str, ...]] = ()
+    """What LyCORIS's presets call it besides its name in ADAPTERS."""
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__()
         self.spec = spec
         self.config = config
-        self.scale = config.effective_alpha / config.rank
+        self.scale = self.effective_alpha(config) / config.rank
+
+    @classmethod
+    def effective_alpha(cls, config: AdapterConfig) -> float:
+        """Return the alpha that the adapter is applied with: its strength is alpha / rank."""
+        if config.rslora:
+            return (config.alpha or RSLORA_ALPHA) * math.sqrt(config.rank)
+        return config.alpha or cls.default_alpha or float(config.rank)
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Set the parameters so that the adapter changes nothing yet and every one can learn.
+        """Set the parameters so that the adapter changes nothing yet and every parameter can learn.
 
-        `base` is the frozen weight in float32, for the methods that need it.
+        `base` is the frozen weight in float32, for methods that need it.
         """
         raise NotImplementedError
 
@@ -58,7 +80,8 @@ class Adapter(nn.Module):
     def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
         """Return the factors' product before scaling: (out, everything else) or in the weight's shape.
 
-        `weights` are the parameters by name; `mask` (rank,) multiplies the rank components.
+        `weights` are the parameters by name; `mask` (rank,) multiplies the rank components. Raises KeyError
+        for a parameter that is missing.
         """
         raise NotImplementedError
 
@@ -67,20 +90,25 @@ class Adapter(nn.Module):
         """Return the rank that loaders divide alpha by; None where they apply the product at strength 1."""
         raise NotImplementedError
 
+    @staticmethod
+    def two_factors(weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return up (out, rank) and down (rank, in, *kernel) where `compose` is their product, else None."""
+        return None
+
     def product(self, mask: Tensor | None = None) -> Tensor:
         """Return the scaled product of the factors in the weight's shape."""
         return self.scale * self.compose(dict(self.named_parameters()), mask).reshape(self.spec.shape)
 
     def delta(self, base: Tensor | None = None) -> Tensor:
-        """Return the difference to the base weight, in its shape; DoRA must be given that weight."""
+        """Return the difference to the base weight, in its shape; DoRA needs that weight."""
         return self.product()
 
     def factors(self) -> list[nn.Parameter]:
-        """Return the parameters in each of which `product` is linear."""
+        """Return the parameters that `product` is linear in."""
         return list(self.parameters())
 
     def forward(self, layer: FrozenLayer, x: Tensor) -> Tensor:
-        """Compute the layer's output with the adapter in place; dropout only inside `draws`."""
+        """Compute the layer's output with the adapter in place; dropout acts only inside `draws`."""
         draw = Draw(self.config, layer.name, x)
         if draw.leaves_out_module():
             return layer.forward(x)
@@ -89,7 +117,8 @@ class Adapter(nn.Module):
     def difference(self, layer: FrozenLayer, x: Tensor, mask: Tensor | None) -> Tensor:
         """Compute what the adapter adds to the layer's output.
 
-        The backward pass forms the weight difference again: one as large as the weight is not kept.
+        The backward pass forms the weight difference again, which is as large as the weight, so it is not
+        saved.
         """
 
         def apply(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -101,26 +130,42 @@ class Adapter(nn.Module):
         return y
 
     @classmethod
-    def file_tensors(cls, weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
-        """Return what a LoRA file holds for one layer, by suffix, for `weights` by parameter name.
-
-        "alpha" is always there: loaders take strength 1 without it, whatever was trained.
-        """
-        named = {cls.suffixes[name]: tensor for name, tensor in weights.items()}
-        return {**named, "alpha": torch.tensor(config.effective_alpha)}
+    def file_tensors(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer's factors as a LoRA file holds them, by suffix, for `weights` by parameter name."""
+        return {cls.suffixes[name]: tensor for name, tensor in weights.items()}
 
     @classmethod
     def from_file_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters by name that `file_tensors` gave, in shapes that `compose` takes."""
-        names = {suffix: name for name, suffix in cls.suffixes.items()}
-        return {names[suffix]: tensor for suffix, tensor in tensors.items() if suffix != "alpha"}
+        """Return the parameters in `tensors` by name, in shapes that `compose` takes; others are left out."""
+        return {name: tensors[suffix] for name, suffix in cls.suffixes.items() if suffix in tensors}
+
+    @classmethod
+    def settings_of(
+        cls, config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, Mapping[str, Tensor]]]
+    ) -> AdapterConfig:
+        """Return `config` with the method's own settings of a file's `layers`: path -> (layer, weights)."""
+        return config
+
+    def adapt_factors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a file's parameters of this method as this adapter has them, up to rank and shape."""
+        return dict(weights)
+
+    def complete(self, given: Collection[str], base: FrozenLayer | None) -> None:
+        """Set the parameters that a file of a parent class does not have, so that nothing changes by them.
+
+        `given` are the names of those that it has, which are set.
+        """
+
+
+RSLORA_ALPHA = 4.0
+"""Alpha of rsLoRA where the settings give none: strength 1 at rank 16."""
 
 
 @contextmanager
 def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -> Iterator[None]:
     """Let each adapter compute its layer's output; the layers compute as before on every exit.
 
-    Raises UserError for an adapter whose layer is not there or has another shape.
+    Raises UserError for an adapter whose layer is missing or has another shape.
     """
     for name, adapter in adapters.items():
         if name not in layers or layers[name].spec.shape != adapter.spec.shape:

@@ -1,4 +1,4 @@
-"""What is trained: small modules beside frozen layers. One file a method, one table of them (`ADAPTERS`)."""
+"""Adapters: small trained modules beside frozen layers. One file a method, one table of them (`ADAPTERS`)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NOT_SUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("slider", "concept-slider", "leco"), "concept sliders have an objective of their own"),
     **dict.fromkeys(("tread", "token-routing"), "token routing changes the network that is trained"),
 }
-"""What other trainers have under `algorithm`, and why it is not here."""
+"""Algorithms of other trainers -> why they are not here."""
 
 
 def method_of(config: AdapterConfig) -> type[Adapter]:
     """Return the class that one layer's settings ask for.
 
-    Raises UserError naming what is supported when there is no such method.
+    Raises UserError for an unknown algorithm, naming the known ones.
     """
     name = config.algorithm.lower()
     if name not in ADAPTERS:
@@ -52,7 +52,7 @@ def method_of(config: AdapterConfig) -> type[Adapter]:
 def build_adapters(specs: Mapping[str, LayerSpec], config: AdapterConfig) -> dict[str, Adapter]:
     """Return one adapter of the configured method for each layer, its parameters not yet set.
 
-    Raises UserError when there is no such method.
+    Raises UserError for an unknown algorithm.
     """
     settings = {path: for_layer(config, path) for path in specs}
     return {path: method_of(settings[path])(spec, settings[path]) for path, spec in specs.items()}
@@ -63,7 +63,7 @@ def restore_adapters(
 ) -> dict[str, Adapter]:
     """Return adapters on `device` holding a copy of `weights` ("<module path>.<parameter>").
 
-    Raises UserError when a weight belongs to no layer of the model, or is missing, or has another shape.
+    Raises UserError for a weight that belongs to no layer of the model, is missing or has another shape.
     """
     paths = {name.rsplit(".", 1)[0] for name in weights}
     unknown = sorted(paths - set(specs))
@@ -87,9 +87,9 @@ def initialize(
     layers: Mapping[str, FrozenLayer] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Set every adapter to its start, which changes nothing: drawn from `seed` and its layer's path.
+    """Set every adapter's initial weights, which change nothing yet, drawn from `seed` and its layer's path.
 
-    `layers` holds the base, looked at on `device` by methods that start from it (`needs_base`).
+    `layers` holds the base, read on `device` by methods that start from it (`needs_base`).
     """
     for path, adapter in adapters.items():
         base = None
@@ -106,7 +106,7 @@ def needs_base(adapters: Mapping[str, Adapter]) -> bool:
 def named_parameters(adapters: Mapping[str, Adapter]) -> dict[str, nn.Parameter]:
     """Return every parameter by "<module path>.<parameter>", in a fixed order.
 
-    All are part of the state; those that do not require a gradient are not trained (PiSSA's start).
+    All are part of the state; those that require no gradient are not trained (PiSSA's starting factors).
     """
     return {
         f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()
@@ -114,7 +114,7 @@ def named_parameters(adapters: Mapping[str, Adapter]) -> dict[str, nn.Parameter]
 
 
 def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[str, float]:
-    """Return each parameter's multiple of the learning rate: its layer's (`lrs`) times any LoRA+ ratio."""
+    """Return each parameter's multiple of the learning rate: its layer's (`lrs`) times the LoRA+ ratio."""
     scales: dict[str, float] = {}
     for path, adapter in adapters.items():
         layer = first_match(path, config.lrs, 1.0) * (config.text_encoder if is_text(path) else 1.0)
@@ -126,9 +126,9 @@ def lr_scales(adapters: Mapping[str, Adapter], config: AdapterConfig) -> dict[st
 
 @torch.no_grad()
 def limit_norms(adapters: Mapping[str, Adapter], config: AdapterConfig) -> int:
-    """Scale every difference that is larger than `config.max_norm` down to it; return how many were.
+    """Scale every difference larger than `config.max_norm` down to it; return how many were larger.
 
-    All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitude stays.
+    All factors of an adapter shrink alike (sd-scripts' scale_weight_norms); DoRA's magnitudes stay.
     """
     scaled = list(adapters.values()) if config.max_norm else []
     norms = torch.stack([adapter.product().norm() for adapter in scaled]).tolist() if scaled else []

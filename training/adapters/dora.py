@@ -1,12 +1,15 @@
-"""DoRA: LoRA adapts a weight column's direction, a number its length (Liu et al. 2024, arXiv:2402.09353).
+"""DoRA: LoRA adapts the direction of each weight column, one number its length (Liu et al. 2024,
+arXiv:2402.09353).
 
 W' = m * (W + dW) / (|W + dW| + eps), the norm taken over everything but axis 1 of the weight, the input axis:
 the only form that ComfyUI renders as the paper defines it (its `weight_decompose` divides by |W|, without dW,
-on the output axis). So W' is W + dW with scaled columns, which is the layer itself on a scaled input: no
-weight is formed for it. As in the paper (section 4.3) the norm counts as a constant in the backward pass.
+on the output axis). So W' is W + dW with scaled columns, which is the layer itself on a scaled input, and no
+weight is formed. As in the paper (section 4.3) the norm is a constant in the backward pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,8 @@ class DoRA(LoRA):
     suffixes = {**LoRA.suffixes, "magnitude": "dora_scale"}
     needs_base = True
     exact = ("magnitude",)
+    is_plain = False
+    lycoris_names = ()
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
@@ -38,7 +43,7 @@ class DoRA(LoRA):
         self.magnitude = nn.Parameter(torch.empty(1, spec.shape[1], *(1,) * len(spec.shape[2:])))
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """As LoRA, and the base's own lengths."""
+        """Set the factors as LoRA does, and the magnitudes to the base's own lengths."""
         super().initialize(generator, base)
         with torch.no_grad():
             self.magnitude.copy_(column_lengths(_given(base)))
@@ -50,6 +55,12 @@ class DoRA(LoRA):
 
     def factors(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter is not self.magnitude]
+
+    def complete(self, given: Collection[str], base: FrozenLayer | None) -> None:
+        """Set the magnitudes that a plain LoRA has beside its base."""
+        if "magnitude" not in given:
+            weight = base.weight(torch.float32, self.magnitude.device) if base else None
+            self.magnitude.copy_(column_lengths(_given(weight) + self.product()))
 
     def forward(self, layer: FrozenLayer, x: Tensor) -> Tensor:
         draw = Draw(self.config, layer.name, x)
@@ -64,8 +75,20 @@ class DoRA(LoRA):
         return y + layer.scale_columns(lambda x: self.difference(layer, x, mask), draw.inputs(), change)
 
 
+def apply_magnitude(moved: Tensor, base: Tensor, magnitude: Tensor, *, over_outputs: bool) -> Tensor:
+    """Return the weight `moved`, base + product, at the lengths of a file's `dora_scale`, as ComfyUI does.
+
+    `over_outputs` divides rows instead of columns, by the lengths of the base without the LoRA.
+    """
+    kernel = (1,) * (moved.ndim - 2)
+    if over_outputs:
+        lengths = base.flatten(1).norm(dim=1).reshape(-1, 1, *kernel) + EPS
+        return moved.mul(magnitude.float().reshape(-1, 1, *kernel) / lengths)
+    return moved.mul(magnitude.float().reshape(1, -1, *kernel) / column_lengths(moved))
+
+
 def column_lengths(weight: Tensor) -> Tensor:
-    """Return the norms over every axis but the second, as (1, in, 1, ...), kept above 0 as ComfyUI does."""
+    """Return the norms over every axis but the second, (1, in, 1, ...), plus EPS as in ComfyUI."""
     axes = [axis for axis in range(weight.ndim) if axis != 1]
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=axes, keepdim=True)
     return lengths + EPS

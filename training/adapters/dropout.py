@@ -43,7 +43,7 @@ class Draw:
         return _current is None or not (config.dropout or config.rank_dropout or config.module_dropout)
 
     def leaves_out_module(self) -> bool:
-        """Return whether the adapter takes no part; the others are not scaled up for it (as in sd-scripts)."""
+        """Return whether the adapter is left out; the others are not scaled up for it (as in sd-scripts)."""
         share = self.config.module_dropout
         return _current is not None and bool(share) and self._uniform("module", 1).item() < share
 

@@ -17,7 +17,8 @@ from ..network.frozen_layer import FrozenLayer
 
 
 def can_fuse(layer: FrozenLayer) -> bool:
-    """Return whether `low_rank` knows this layer: linear, or a convolution of one group, padded by numbers."""
+    """Return whether `low_rank` can compute this layer: linear, or a convolution of one group with padding
+    in numbers."""
     options = layer.spec.options
     if layer.spec.kind.startswith("conv"):
         return options.get("groups", 1) == 1 and not isinstance(options.get("padding"), str)

@@ -26,6 +26,8 @@ class LoHa(Adapter):
     suffixes = {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
     starts_at_zero = ("w2_a",)
     padded_with_zeros = ("w1_a", "w2_a")
+    cores = ("t1", "t2")
+    default_alpha = 1.0  # as in LyCORIS: both halves start large
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
@@ -40,7 +42,7 @@ class LoHa(Adapter):
                 self.register_parameter(f"t{half}", nn.Parameter(torch.empty(rank, rank, *spec.shape[2:])))
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """As LyCORIS: N(0, 1) inputs, N(0, 0.1) outputs and kernels, and zeros in `w2_a`, so that dW is 0."""
+        """As LyCORIS: N(0, 1) inputs, N(0, 0.1) outputs and kernels, and zeros in `w2_a`, so dW is 0."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 nn.init.normal_(parameter, std=1.0 if name.endswith("_b") else 0.1, generator=generator)
@@ -50,10 +52,7 @@ class LoHa(Adapter):
     def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
         halves = []
         for half in "12":
-            a, b, t = (
-                weights.get(f"{name}{half}{end}") for name, end in (("w", "_a"), ("w", "_b"), ("t", ""))
-            )
-            assert a is not None and b is not None
+            a, b, t = weights[f"w{half}_a"], weights[f"w{half}_b"], weights.get(f"t{half}")
             if mask is not None and half == "1":
                 b = b * mask.to(b)[:, None]
             halves.append(a @ b if t is None else torch.einsum("r s h w, s i, r o -> o i h w", t, b, a))

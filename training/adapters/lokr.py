@@ -8,7 +8,9 @@ kept whole. Two whole factors have no rank: loaders, and this, apply them at str
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from ..network.frozen_layer import LayerSpec
 from ..user_error import UserError
 from .base import Adapter
 from .lora import masked
+from .select import for_layer
 
 
 class LoKr(Adapter):
@@ -29,6 +32,7 @@ class LoKr(Adapter):
     suffixes = {name: f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
     starts_at_zero = ("w2", "w2_b")
     padded_with_zeros = ("w1_b", "w2_b")
+    network_types = {"lokr_full_rank": {"full_matrix": True}}
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
@@ -36,8 +40,8 @@ class LoKr(Adapter):
             raise UserError(
                 "tucker is for LoRA and LoHa: ComfyUI fails to apply a LoKr file with a Tucker core."
             )
-        out1, out2 = factorise(spec.shape[0], config.factor)
-        in1, in2 = factorise(spec.shape[1], config.factor)
+        out1, out2 = factorize(spec.shape[0], config.factor)
+        in1, in2 = factorize(spec.shape[1], config.factor)
         kernel, rank = spec.shape[2:], config.rank
         self.whole1 = config.full_matrix or not config.decompose_both or rank >= max(out1, in1) / 2
         self.whole2 = config.full_matrix or rank >= max(out2, in2) / 2
@@ -57,7 +61,7 @@ class LoKr(Adapter):
             self._add("w2_b", rank, in2 * math.prod(kernel))
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Kaiming-uniform, as LyCORIS, and zeros in `w2` or `w2_b`, so that dW is 0."""
+        """Kaiming-uniform, as LyCORIS, and zeros in `w2` or `w2_b`, so dW is 0."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name in self.starts_at_zero:
@@ -83,11 +87,27 @@ class LoKr(Adapter):
         decomposed = weights.get("w2_b", weights.get("w1_b"))
         return None if decomposed is None else decomposed.shape[0]
 
+    @classmethod
+    def settings_of(
+        cls, config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, Mapping[str, Tensor]]]
+    ) -> AdapterConfig:
+        """Return `config` with the settings that give every layer the file's factors, or as it is."""
+        sides = Counter(side for _, weights in layers.values() for side in small_factor(weights))
+        for factor in (-1, *(side for side, _ in sides.most_common() if side >= 2)):
+            for both, full in ((False, False), (True, False), (False, True)):
+                tried = replace(config, factor=factor, decompose_both=both, full_matrix=full)
+                with torch.device("meta"):
+                    adapters = {p: cls(spec, for_layer(tried, p)) for p, (spec, _) in layers.items()}
+                ours = {p: _sizes(adapter.named_parameters()) for p, adapter in adapters.items()}
+                if ours == {p: _sizes(weights.items()) for p, (_, weights) in layers.items()}:
+                    return tried
+        return config
+
     def _add(self, name: str, *shape: int) -> None:
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
-def factorise(size: int, factor: int) -> tuple[int, int]:
+def factorize(size: int, factor: int) -> tuple[int, int]:
     """Return (m, n), m * n == size and m <= n: m is `factor` where that divides, else the largest up to it.
 
     -1 gives the m nearest to the square root. LyCORIS's rule, so that its files keep their shapes.
@@ -104,3 +124,7 @@ def small_factor(weights: Mapping[str, Tensor]) -> tuple[int, int]:
     if "w1" in weights:
         return weights["w1"].shape[0], weights["w1"].shape[1]
     return weights["w1_a"].shape[0], weights["w1_b"].shape[1]
+
+
+def _sizes(weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    return {name: tensor.numel() for name, tensor in weights}

@@ -25,9 +25,12 @@ class LoRA(Adapter):
 
     suffixes = {"down": "lora_down.weight", "up": "lora_up.weight", "mid": "lora_mid.weight"}
     starts_at_zero: ClassVar[tuple[str, ...]] = ("up",)
-    is_two_factors: ClassVar[bool] = True
-    """Whether the difference is scale * up @ down and nothing else."""
     padded_with_zeros = ("up",)
+    cores = ("mid",)
+    is_plain = True
+    can_be_fused: ClassVar[bool] = True
+    """Whether the difference is scale * up @ down and nothing else."""
+    lycoris_names: ClassVar[tuple[str, ...]] = ("locon",)
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
@@ -41,7 +44,7 @@ class LoRA(Adapter):
             self.mid = nn.Parameter(torch.empty(config.rank, config.rank, *kernel))
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Kaiming-uniform (or N(0, 1/rank)) `down`, zero `up`, as the paper's code: dW is 0, `up` learns."""
+        """Set `down` Kaiming-uniform (or N(0, 1/rank)) and `up` to 0, as the paper's code: dW is 0."""
         with torch.no_grad():
             for factor in (self.down, self.mid) if self.tucker else (self.down,):
                 if self.config.init == "gaussian":
@@ -58,10 +61,14 @@ class LoRA(Adapter):
     def rank_in(weights: Mapping[str, Tensor]) -> int | None:
         return weights["down"].shape[0]
 
+    @staticmethod
+    def two_factors(weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        return weights["up"], thin_down(weights)
+
     def forward(self, layer: FrozenLayer, x: Tensor) -> Tensor:
-        """As the base's, fused into one function where nothing is dropped out."""
+        """Compute as the base class does, fused into one function where nothing is dropped out."""
         drops_nothing = Draw(self.config, layer.name, x).drops_nothing()
-        if self.is_two_factors and drops_nothing and fused.can_fuse(layer):
+        if self.can_be_fused and drops_nothing and fused.can_fuse(layer):
             return fused.low_rank(layer, x, thin_down(dict(self.named_parameters())), self.up, self.scale)
         return super().forward(layer, x)
 
@@ -71,17 +78,24 @@ class LoRA(Adapter):
         return self.scale * layer.apply_low_rank(x, down.to(dtype), up.to(dtype))
 
     @classmethod
-    def file_tensors(cls, weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
-        """As the base's; a convolution's `up` gets the 1x1 kernel of LyCORIS, sd-scripts and diffusers."""
-        tensors = super().file_tensors(weights, config)
+    def file_tensors(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As the base class, with a 1x1 kernel for a convolution's `up`, as all other programs write it."""
+        tensors = super().file_tensors(weights)
         kernel = (1,) * (weights["down"].ndim - 2)
         return {**tensors, cls.suffixes["up"]: weights["up"].reshape(*weights["up"].shape, *kernel)}
 
     @classmethod
     def from_file_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As the base's; the 1x1 kernel of a convolution's `up` is left out."""
+        """As the base class, without the 1x1 kernel of a convolution's `up`."""
         weights = super().from_file_tensors(tensors)
-        return {**weights, "up": weights["up"].flatten(1)}
+        return {**weights, "up": weights["up"].flatten(1)} if "up" in weights else weights
+
+    def adapt_factors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Fold a Tucker core into `down` where this adapter has none."""
+        if "mid" not in weights or self.tucker:
+            return dict(weights)
+        factors = {name: tensor for name, tensor in weights.items() if name != "mid"}
+        return {**factors, "down": thin_down(weights)}
 
 
 def thin_down(weights: Mapping[str, Tensor]) -> Tensor:

@@ -22,7 +22,8 @@ class PiSSA(LoRA):
     """LoRA's factors, and `down0`, `up0`: their start values, parameters that are not trained."""
 
     needs_base = True
-    is_two_factors = False
+    can_be_fused = False
+    ranks_in_file = 2
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
@@ -30,7 +31,7 @@ class PiSSA(LoRA):
         self.up0 = nn.Parameter(torch.empty_like(self.up), requires_grad=False)
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Split the largest singular values evenly between the factors; any missing are drawn as in LoRA."""
+        """Split the largest singular values evenly between the factors; draw what is missing as in LoRA."""
         if base is None:
             raise UserError("PiSSA starts from the base weight; give it, as in initialize(generator, base).")
         super().initialize(generator)
@@ -53,11 +54,11 @@ class PiSSA(LoRA):
         return super().difference(layer, x, mask) - self.scale * start
 
     @classmethod
-    def file_tensors(cls, weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
+    def file_tensors(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a plain LoRA: trained and starting factors side by side."""
         down = torch.cat([weights["down"], weights["down0"]])
         up = torch.cat([weights["up"], -weights["up0"]], 1)
-        tensors = super().file_tensors({"down": down, "up": up}, config)
-        return {**tensors, "alpha": 2 * tensors["alpha"]}
+        return super().file_tensors({"down": down, "up": up})
 
 
 def principal(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..files.lora.diffusers import under_diffusers_names
 from ..files.lora.match import why_other
-from ..files.lora.metadata import write_lora
 from ..files.lora.names import (
     COMFY,
     FLAT_PREFIXES,
@@ -34,11 +33,12 @@ from ..files.lora.names import (
     in_diffusers_names,
     native_prefix,
     own_path,
-    spelled,
+    spell,
     text_layer,
 )
-from ..files.lora.peft import is_plain, peft_tensors, shape_of
-from ..files.lora.read import EXACT, LoraFile, LoraLayer, read_lora, split_key
+from ..files.lora.peft import ALPHA, is_plain, peft_tensors, shape_of
+from ..files.lora.read import LoraFile, LoraLayer, read_lora, split_key
+from ..files.lora.write import EXACT, write_lora
 from ..files.tensor_file import TensorFile
 from ..user_error import UserError
 from .checkpoint import kohya_prefix, match_weights, network_path, network_shapes
@@ -60,10 +60,10 @@ def convert(
     What the names in a file stand for cannot always be read from them: `shapes` are those of a checkpoint of
     its base. Raises UserError when they are needed and missing, or the layout cannot hold a layer.
     """
-    return converted(file, layout, dtype=dtype, shapes=shapes)[0]
+    return place_tensors(file, layout, dtype=dtype, shapes=shapes)[0]
 
 
-def converted(
+def place_tensors(
     file: LoraFile, layout: str, *, dtype: torch.dtype | None = None, shapes: Shapes | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """As `convert`, and the keys of the file that no program could place, with the reason."""
@@ -74,10 +74,10 @@ def converted(
     tensors: dict[str, Tensor] = {}
     left_out = why_other(file)
     for name, (encoder, path) in text.items():
-        new = spelled(_encoder_prefix(encoder, layout, shapes), path)
+        new = spell(_encoder_prefix(encoder, layout, shapes), path)
         if name in file.layers:
-            tensors |= _spelled(new, file.layers[name], layout)
-        tensors |= _renamed(file, name, new, layout)
+            tensors |= _spell_layer(new, file.layers[name], layout)
+        tensors |= _rename_rest(file, name, new, layout)
     if network.methods and shapes is not None:
         of_network, lost = _network_of(network, layout, shapes)
         tensors |= of_network
@@ -107,7 +107,7 @@ def convert_file(
     """Write `lora` in another layout; return a report. See `convert`."""
     check_output(output, [lora, *([base] if base else [])])
     file, shapes = read_lora(lora), base_shapes(base)
-    tensors, left_out = converted(file, layout, dtype=dtype, shapes=shapes)
+    tensors, left_out = place_tensors(file, layout, dtype=dtype, shapes=shapes)
     write_lora(output, tensors, file.metadata)
     lines = [f"{output.name}: {len(file.methods)} layers in {layout} layout"]
     if not comfy_reads(layout, shapes):
@@ -137,10 +137,10 @@ def _network(file: LoraFile, layout: str) -> dict[str, Tensor]:
         raise UserError(f"{file.name}: diffusers names layers its own way; {GIVE_BASE}")
     tensors: dict[str, Tensor] = {}
     for name in file.methods:
-        new = spelled(PREFIXES[layout], _path_in(file.name, name, layout))
+        new = spell(PREFIXES[layout], _path_in(file.name, name, layout))
         if name in file.layers:
-            tensors |= _spelled(new, file.layers[name], layout)
-        tensors |= _renamed(file, name, new, layout)
+            tensors |= _spell_layer(new, file.layers[name], layout)
+        tensors |= _rename_rest(file, name, new, layout)
     return tensors
 
 
@@ -171,14 +171,14 @@ def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, 
         flat = {path: layer.tensors for path, layer in layers.items()}
         tensors |= under_diffusers_names(flat, architecture)
     for path, layer in layers.items() if layout != "diffusers" else ():
-        tensors |= _spelled(spelled(PREFIXES[layout], path), layer, layout, architecture)
+        tensors |= _spell_layer(spell(PREFIXES[layout], path), layer, layout, architecture)
     for name, target in [*((part.name, part.target) for part in matched.whole), *matched.others.items()]:
         if target.swapped or target.rows != shapes[target.key][0]:
             raise UserError(
-                f"{file.name}: {name} is a part of {target.key}; {file.methods[name]} cannot be put together."
+                f"{file.name}: {name} is a part of {target.key}; {file.methods[name]} cannot be joined."
             )
-        new = spelled(PREFIXES.get(layout, architecture.diffusers), network_path(target.key))
-        tensors |= _renamed(file, name, new, layout)
+        new = spell(PREFIXES.get(layout, architecture.diffusers), network_path(target.key))
+        tensors |= _rename_rest(file, name, new, layout)
     if layout in ("kohya", "native"):
         known = comfy_names(own)
         if unknown := sorted({split_key(key)[0] for key in tensors} - known.keys()):
@@ -204,7 +204,7 @@ def _encoder_prefix(encoder: str, layout: str, shapes: Shapes | None) -> str:
     return native_prefix(encoder) if layout == "native" else TEXT_ENCODERS[encoder].peft
 
 
-def _spelled(
+def _spell_layer(
     name: str, layer: LoraLayer, layout: str, architecture: Architecture | None = None
 ) -> dict[str, Tensor]:
     """Return a layer's tensors under `name`, with the suffixes of `layout`.
@@ -213,8 +213,8 @@ def _spelled(
     """
     tensors = dict(layer.tensors)
     if layout == "kohya":
-        if "alpha" not in tensors and layer.rank is not None:
-            tensors["alpha"] = torch.tensor(float(layer.rank))
+        if ALPHA not in tensors and layer.rank is not None:
+            tensors[ALPHA] = torch.tensor(float(layer.rank))
     elif is_plain(tensors):
         parts = [Part(name)]
         if layout == "native" and architecture and name.startswith(COMFY):
@@ -222,7 +222,7 @@ def _spelled(
             return peft_tensors(tensors, parts, COMFY)
         return peft_tensors(tensors, parts, "")
     elif layout != "native":
-        instead = "" if layer.algorithm == "dora" else ", or make a LoRA of it with resize"
+        instead = "" if layer.magnitude is not None else ", or make a LoRA of it with resize"
         raise UserError(
             f"{layer.name}: {layout} has no place for {layer.title} in this form; keep kohya or "
             f"native{instead}."
@@ -230,7 +230,7 @@ def _spelled(
     return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
-def _renamed(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tensor]:
+def _rename_rest(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tensor]:
     """Return what a layer holds beside factors, its tensors as they are, under another name.
 
     Raises UserError where the programs that read the layout do not know its method.

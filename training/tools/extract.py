@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..files.lora.metadata import write_lora
+from ..files.lora.write import write_lora
 from ..files.tensor_file import TensorFile
 from ..model import OnProgress, no_progress
 from ..user_error import UserError

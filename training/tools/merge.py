@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.dora import EPS, column_lengths
+from ..adapters.dora import apply_magnitude
 from ..files.input_file import parse_json
 from ..files.lora.match import IGNORED, NO_LAYER, Matched, WholeLayer
 from ..files.lora.names import Shapes
@@ -192,12 +192,7 @@ def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name:
     base = _precise(weight, name)
     moved = base + layer.product().reshape(weight.shape)
     if layer.magnitude is not None:
-        kernel = (1,) * (weight.ndim - 2)
-        if layer.over_outputs:  # ComfyUI divides by the lengths of the base without the LoRA
-            lengths = base.flatten(1).norm(dim=1).reshape(-1, 1, *kernel) + EPS
-            moved = moved * (layer.magnitude.float().reshape(-1, 1, *kernel) / lengths)
-        else:
-            moved = moved * (layer.magnitude.float().reshape(1, -1, *kernel) / column_lengths(moved))
+        moved = apply_magnitude(moved, base, layer.magnitude, over_outputs=layer.over_outputs)
     return (base + strength * (moved - base)).to(weight.dtype)
 
 

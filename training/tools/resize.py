@@ -1,7 +1,6 @@
-"""Resize a LoRA: the best approximation of each layer in a lower rank, or the rank that keeps a share of it.
+"""Resize a LoRA: the best approximation of each layer at a lower rank, or at the rank that keeps a share.
 
-LoHa, LoKr and whole differences become LoRA by it; DoRA keeps its magnitudes, and
-what has no rank stays as it is.
+Other methods and whole differences become LoRA; DoRA's magnitudes and tensors without a rank stay.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..adapters.lora import thin_down
-from ..files.lora.metadata import write_lora
 from ..files.lora.names import FLAT_PREFIXES
-from ..files.lora.read import LoraFile, LoraLayer, read_lora, rounded
+from ..files.lora.peft import ALPHA, DOWN, UP
+from ..files.lora.read import MAGNITUDE, LoraFile, LoraLayer, read_lora
+from ..files.lora.write import cast_tensors, write_lora
 from ..user_error import UserError
 from .extract import size_line, size_metadata
 from .files import check_output
@@ -31,31 +30,31 @@ def resize(
 ) -> dict[str, Tensor]:
     """Return the file's layers as LoRAs of at most `rank`, or that keep `energy` of each; alpha = rank.
 
-    A layer whose rank is small enough already keeps it. Raises UserError for a size that cannot be.
+    A layer whose rank is small enough keeps it. Raises UserError for an impossible size.
     """
     check_size(rank, energy)
     if not file.layers and not any(_is_matrix(whole) for whole in file.whole.values()):
         methods = ", ".join(sorted(set(file.methods.values())))
         raise UserError(f"{file.name}: nothing in it has a rank to lower; it holds {methods}.")
-    tensors = kept(file)
+    tensors = without_rank(file)
     for name, layer in file.layers.items():
         try:
-            up, down = _resized(layer, rank, energy)
+            up, down = _resize_layer(layer, rank, energy)
         except UserError as error:
             raise UserError(f"{file.name}: {name}: {error}") from error
-        tensors |= _written(name, up, down, layer.magnitude, dtype)
+        tensors |= _name_factors(name, up, down, layer.magnitude, dtype)
     for name, whole in file.whole.items():
         if _is_matrix(whole):
             matrix = whole["diff"].float()
             up, down = best_factors(matrix.flatten(1), rank=rank, energy=energy)
             kernel = (1,) * (matrix.ndim - 2)
             up, down = up.reshape(*up.shape, *kernel), down.reshape(-1, *matrix.shape[1:])
-            tensors |= _written(name, up, down, None, dtype)
+            tensors |= _name_factors(name, up, down, None, dtype)
     return tensors
 
 
-def kept(file: LoraFile) -> dict[str, Tensor]:
-    """Return the tensors that resizing does not change: biases, norms, and methods that are not computed."""
+def without_rank(file: LoraFile) -> dict[str, Tensor]:
+    """Return the tensors that resizing leaves alone: biases, norms, methods that Graft does not compute."""
     tensors = dict(file.other)
     for other in file.others.values():
         tensors |= other.tensors
@@ -69,23 +68,23 @@ def _is_matrix(whole: Mapping[str, Tensor]) -> bool:
     return "diff" in whole and whole["diff"].ndim >= 2
 
 
-def _written(
+def _name_factors(
     name: str, up: Tensor, down: Tensor, magnitude: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    found = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(float(down.shape[0]))}
+    found = {UP: up, DOWN: down, ALPHA: torch.tensor(float(down.shape[0]))}
     if magnitude is not None:
-        found["dora_scale"] = magnitude
+        found[MAGNITUDE] = magnitude
     elif not name.startswith((*FLAT_PREFIXES, "lora_te")):  # PEFT's names go with PEFT's suffixes
         found = {"lora_A.weight": down, "lora_B.weight": up}
-    return {f"{name}.{suffix}": tensor for suffix, tensor in rounded(found, dtype).items()}
+    return {f"{name}.{suffix}": tensor for suffix, tensor in cast_tensors(found, dtype).items()}
 
 
-def _resized(layer: LoraLayer, rank: int | None, energy: float | None) -> tuple[Tensor, Tensor]:
-    if layer.algorithm not in ("lora", "dora"):
+def _resize_layer(layer: LoraLayer, rank: int | None, energy: float | None) -> tuple[Tensor, Tensor]:
+    factors = layer.two_factors()
+    if factors is None:
         return best_factors(layer.product(), rank=rank, energy=energy)
-    weights = {name: tensor.float() for name, tensor in layer.weights.items()}
-    down = thin_down(weights)
-    up, flat = best_of_product(layer.scale * weights["up"], down.flatten(1), rank=rank, energy=energy)
+    up, down = factors
+    up, flat = best_of_product(layer.scale * up, down.flatten(1), rank=rank, energy=energy)
     return up.reshape(*up.shape, *(1,) * (down.ndim - 2)), flat.reshape(-1, *down.shape[1:])
 
 
@@ -103,7 +102,7 @@ def resize_file(
     tensors = resize(file, rank=rank, energy=energy, dtype=dtype)
     write_lora(output, tensors, {**file.metadata, **size_metadata(tensors)})
     lines = [f"{output.name}: {size_line(tensors)}"]
-    if as_before := list(kept(file)):
+    if as_before := list(without_rank(file)):
         lines += [
             f"{len(as_before)} keys have no rank and are as before:",
             *(f"  {key}" for key in as_before),

@@ -1,4 +1,4 @@
-"""What Build LoRA's settings give on a model: layers, parameters, and the state that a LoRA file starts."""
+"""Build LoRA's settings on a model: how much is trained, and the initial state that a LoRA file gives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.build import build_adapters, idle_patterns, needs_base
+from ...adapters.build import build_adapters, idle_patterns, method_of, needs_base
 from ...adapters.select import select
 from ...config import AdapterConfig, digest
-from ...files.lora.initial_weights import config_from_file, match_layers, start_from_file
+from ...files.lora.initial_weights import build_initial_weights, config_from_file, match_layers
 from ...files.lora.match import Matched
 from ...files.lora.read import LoraFile, read_lora
 from ...memory.weight_store import UNPLACED
@@ -23,63 +23,64 @@ from .paths import graft_folder, lora_file_path, own_folder
 
 
 @dataclass(frozen=True)
-class Start:
-    """A LoRA file beside the model that it is to be trained on."""
+class InitialLora:
+    """A LoRA file matched with the model that it will be trained on."""
 
     file: LoraFile
     config: AdapterConfig
-    """Algorithm, rank and alpha as in the file where the settings ask for it."""
+    """With algorithm, rank and alpha of the file where the settings ask for that."""
     matched: Matched
 
 
-def start_of(denoiser: ComfyDenoiser, config: AdapterConfig) -> Start:
+def match_initial_lora(denoiser: ComfyDenoiser, config: AdapterConfig) -> InitialLora:
     """Find the layers of `config.start_from` in the model.
 
-    Raises UserError when the file is not there, not sound, or made for another kind of model.
+    Raises UserError when the file is missing, damaged, or made for another kind of model.
     """
     file = read_lora(lora_file_path(config.start_from))
     matched = match_layers(file, denoiser.specs, denoiser.family)
     if config.start_size == "file":
         config = config_from_file(matched, denoiser.specs, config)
-    return Start(file, config, matched)
+    return InitialLora(file, config, matched)
 
 
-def first_state(
+def save_initial_state(
     denoiser: ComfyDenoiser, config: AdapterConfig, seed: int
 ) -> tuple[StateHandle | None, list[str]]:
-    """Return step 0 of a run that starts from `config.start_from`, kept in output/graft/starts, and lines
-    that list what of the file is not trained; None where the settings name no file.
+    """Save step 0 of a run that starts from `config.start_from` in output/graft/starts; return it, and lines
+    that list which keys of the file are not trained. Returns None where the settings name no file.
 
-    Raises UserError when the file cannot be brought to the settings, and says what to set.
+    Raises UserError when the file does not go with the settings, saying what to set.
     """
     if not config.start_from:
         return None, []
-    start = start_of(denoiser, config)
-    specs, family, config = denoiser.specs, denoiser.family, start.config
+    initial = match_initial_lora(denoiser, config)
+    specs, family, config = denoiser.specs, denoiser.family, initial.config
     with ExitStack() as stack:
-        chosen = {path: specs[path] for path in {*select(specs, family, config), *start.matched.layers}}
+        chosen = {path: specs[path] for path in {*select(specs, family, config), *initial.matched.layers}}
         layers = None
         if needs_base(build_adapters(chosen, config)):
             layers = stack.enter_context(denoiser.hold(torch.float32, UNPLACED)).layers
-        weights = start_from_file(start.matched, specs, family, config, seed=seed, layers=layers)
+        weights = build_initial_weights(initial.matched, specs, family, config, seed=seed, layers=layers)
     state = TrainState(0, config, denoiser.fingerprint, weights, family=family.name)
-    key = digest(config, denoiser.fingerprint, digest_of_layers(start.file), seed)
+    key = digest(config, denoiser.fingerprint, digest_of_layers(initial.file), seed)
     handle = save_state(state, own_folder(graft_folder() / "starts" / key))
-    return handle, not_trained(start)
+    return handle, untrained_lines(initial)
 
 
 def summary(denoiser: ComfyDenoiser, config: AdapterConfig) -> str:
-    """Return what will be trained, for people: layers, parameters, and what of a start file is left out."""
+    """Return what will be trained, for people: layers, parameters, and keys of a LoRA file left out."""
     chosen, lines = select(denoiser.specs, denoiser.family, config), []
     if config.start_from:
-        start = start_of(denoiser, config)
-        config = start.config
+        initial = match_initial_lora(denoiser, config)
+        config, matched = initial.config, initial.matched.layers
         chosen = select(denoiser.specs, denoiser.family, config)
-        fresh = len(chosen.keys() - start.matched.layers.keys())
-        chosen |= {path: denoiser.specs[path] for path in start.matched.layers}
-        lines.append(f"{len(start.matched.layers)} layers start from {config.start_from}, {fresh} fresh")
-        lines.append(f"{config.algorithm}, rank {config.rank}, alpha {config.effective_alpha:g}")
-        lines += not_trained(start)
+        fresh = len(chosen.keys() - matched.keys())
+        chosen |= {path: denoiser.specs[path] for path in matched}
+        alpha = method_of(config).effective_alpha(config)
+        lines.append(f"{len(matched)} layers start from {config.start_from}, {fresh} fresh")
+        lines.append(f"{config.algorithm}, rank {config.rank}, alpha {alpha:g}")
+        lines += untrained_lines(initial)
     if not config.text_encoder:  # whose layers are not known here
         lines += idle_patterns(denoiser.specs, denoiser.family, config)
     with torch.device("meta"):
@@ -89,7 +90,7 @@ def summary(denoiser: ComfyDenoiser, config: AdapterConfig) -> str:
     return "\n".join([head, *lines])
 
 
-def not_trained(start: Start) -> list[str]:
-    """Return lines that list the keys of the file that are left out, and why; none where all are trained."""
-    lines = left_out_lines(start.matched.left_out)
-    return [f"{start.file.name}: {lines[0]}", *lines[1:]] if lines else []
+def untrained_lines(initial: InitialLora) -> list[str]:
+    """Return lines that list the file's keys that are left out, by reason; none where all are trained."""
+    lines = left_out_lines(initial.matched.left_out)
+    return [f"{initial.file.name}: {lines[0]}", *lines[1:]] if lines else []

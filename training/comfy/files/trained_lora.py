@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from ...family import Family
-from ...files.lora.read import lora_tensors
+from ...files.lora.write import lora_tensors
 from ...state import TrainState
 
 

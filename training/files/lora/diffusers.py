@@ -12,7 +12,7 @@ from ...state import TrainState
 from ...user_error import UserError
 from .names import ARCHITECTURES, TEXT_ENCODERS, Architecture, Part, split_text_path
 from .peft import is_plain, peft_tensors, shape_of
-from .read import lora_layers, lora_tensors
+from .write import lora_layers, lora_tensors
 
 Layers = Mapping[str, Mapping[str, Tensor]]
 """Module path -> what a LoRA file holds for it, by suffix: "lora_down.weight", "lora_up.weight", "alpha"."""
@@ -36,7 +36,7 @@ def to_diffusers(layers: Layers, family: Family) -> dict[str, Tensor]:
 
 
 def under_diffusers_names(layers: Layers, architecture: Architecture) -> dict[str, Tensor]:
-    """As `to_diffusers`, for a kind of network that diffusers has."""
+    """As `to_diffusers`, for a kind of network that diffusers knows."""
     tensors: dict[str, Tensor] = {}
     for path, values in layers.items():
         if not is_plain(values):

@@ -1,4 +1,4 @@
-"""Start training from a LoRA file: find each of its layers in the model and bring it to the trained size.
+"""The initial weights of a run that starts from a LoRA file: its layers, brought to the run's settings.
 
 The adapters then compute exactly what the file does. A layer that the file calls by several names (separate
 q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and what the file lacks starts fresh.
@@ -7,6 +7,7 @@ q, k, v of a fused qkv) becomes one LoRA, a smaller rank is padded, and what the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,6 @@ import torch
 from torch import Tensor
 
 from ...adapters.build import ADAPTERS, Adapter, build_adapters, initialize, named_parameters
-from ...adapters.dora import DoRA, column_lengths
-from ...adapters.lokr import small_factor
-from ...adapters.lora import thin_down
 from ...adapters.select import select
 from ...config import AdapterConfig
 from ...family import Family
@@ -29,7 +27,7 @@ from .names import layer_names
 from .read import LoraFile, LoraLayer
 
 
-def start_from_file(
+def build_initial_weights(
     matched: Matched,
     specs: Mapping[str, LayerSpec],
     family: Family,
@@ -40,9 +38,9 @@ def start_from_file(
 ) -> dict[str, Tensor]:
     """Return the weights of step 0: the file's layers, and fresh ones for the rest of what `config` selects.
 
-    Layers of the file outside the selection are trained too; keys without a layer are logged. `layers` holds
-    the base, for methods that start from it. Raises UserError when the file cannot be brought to `config`,
-    saying what to set.
+    Layers of the file outside the selection are trained too; keys that are left out are logged. `layers`
+    holds the base, for methods that need it. Raises UserError when the file does not go with `config`, saying
+    what to set.
     """
     for reason, keys in by_reason(matched.left_out).items():
         log.warning(
@@ -54,22 +52,26 @@ def start_from_file(
             ", ".join(keys),
         )
     if config.init == "pissa":
-        raise UserError(f"{matched.file}: a file takes the place of the PiSSA start; set init to 'default'.")
+        raise UserError(
+            f"{matched.file}: a file takes the place of PiSSA's initial weights; set init to 'default'."
+        )
     chosen = {*select(specs, family, config), *matched.layers}
     adapters = build_adapters({name: spec for name, spec in specs.items() if name in chosen}, config)
     initialize(adapters, seed, layers)
     for name, layer in matched.layers.items():
         with torch.no_grad():
-            fit(adapters[name], layer, f"{matched.file}: {layer.name}", layers[name] if layers else None)
+            load_layer(
+                adapters[name], layer, f"{matched.file}: {layer.name}", layers[name] if layers else None
+            )
     return {name: parameter.detach() for name, parameter in named_parameters(adapters).items()}
 
 
 def config_from_file(
     matched: Matched, specs: Mapping[str, LayerSpec], config: AdapterConfig
 ) -> AdapterConfig:
-    """Return `config` with algorithm, rank, alpha and LoKr's factors as in the file.
+    """Return `config` with algorithm, rank, alpha and the methods' own settings as in the file.
 
-    What most layers have is the setting, and patterns name the layers that differ.
+    What most layers have becomes the setting, and patterns name the layers that differ.
     """
     layers = matched.layers
     algorithms = {path: layer.algorithm for path, layer in layers.items()}
@@ -83,19 +85,24 @@ def config_from_file(
         alpha=alpha,
         rslora=False,
         init="default",
-        tucker=any("mid" in layer.weights or "t1" in layer.weights for layer in layers.values()),
+        tucker=any(core in layer.weights for layer in layers.values() for core in layer.method.cores),
         algorithms=tuple((path, value) for path, value in algorithms.items() if value != algorithm),
         ranks=tuple((path, value) for path, value in ranks.items() if value != rank),
         alphas=tuple((path, value) for path, value in alphas.items() if value != alpha),
     )
-    return _with_factors(found, {path: (specs[path], layer) for path, layer in layers.items()})
+    for name in dict.fromkeys(algorithms.values()):
+        own = {
+            path: (specs[path], layer.weights) for path, layer in layers.items() if layer.algorithm == name
+        }
+        found = ADAPTERS[name].settings_of(found, own)
+    return found
 
 
 def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family) -> Matched:
-    """Find the file's layers in the model, parts of fused layers put together.
+    """Find the file's layers in the model, parts of fused layers joined.
 
-    What is not trained is left out: methods that Graft does not train, and differences that are no product.
-    Raises UserError when nothing is left, or parts of one layer cannot be put together.
+    Methods that Graft does not train and differences that are not a product are left out. Raises UserError
+    when nothing is left, or when parts of one layer cannot be joined.
     """
     names = layer_names({path: spec.shape for path, spec in specs.items()})
     matched = match_lora(file, names, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
@@ -119,21 +126,22 @@ def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family)
     return Matched(matched.file, layers, left_out=left_out)
 
 
-def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
-    """Give a fresh adapter the difference that `layer` describes; ranks beyond it start by adding nothing.
+def load_layer(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
+    """Give a fresh adapter the difference that `layer` describes; ranks beyond its own add nothing yet.
 
-    Raises UserError, beginning with `where`, if the adapter is of another method or factors, or smaller.
+    Raises UserError, beginning with `where`, for an adapter of another method, other factors or a lower rank.
     """
-    wanted = adapter.config.algorithm
-    if layer.algorithm != wanted and (layer.algorithm, wanted) != ("lora", "dora"):
+    if not isinstance(adapter, layer.method):
         raise UserError(
-            f"{where}: the file holds {layer.algorithm} weights; set the algorithm to it, not {wanted}."
+            f"{where}: the file holds {layer.algorithm} weights; set the algorithm to it, not "
+            f"{adapter.config.algorithm}."
         )
-    given, parameters = layer.weights, dict(adapter.named_parameters())
-    if "mid" in given and "mid" not in parameters:
-        given = {"up": given["up"], "down": thin_down(given)}
-    for name, tensor in given.items():
-        given[name] = _reshaped(tensor, name, parameters, f"{where}.{name}", adapter, layer)
+    parameters = dict(adapter.named_parameters())
+    given = {
+        name: _match_shape(tensor, name, parameters, f"{where}.{name}", adapter, layer)
+        for name, tensor in adapter.adapt_factors(layer.weights).items()
+    }
+    # One factor takes the ratio of the two strengths, and the rest are copied as they are.
     ratio = layer.scale / adapter.scale
     scaled = next((name for name in adapter.padded_with_zeros if name in given), None)
     for name, tensor in given.items():
@@ -142,16 +150,10 @@ def fit(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None
             target.zero_()
         corner = target[tuple(slice(0, side) for side in tensor.shape)]
         corner.copy_(tensor.float() * ratio if name == scaled and ratio != 1 else tensor)
-    if isinstance(adapter, DoRA) and "magnitude" not in given:
-        if base is None:
-            raise UserError(
-                f"{where}: a plain LoRA becomes DoRA only beside its base; set the algorithm to lora."
-            )
-        weight = base.weight(torch.float32, adapter.magnitude.device)
-        adapter.magnitude.copy_(column_lengths(weight + adapter.product()))
+    adapter.complete(given, base)
 
 
-def _reshaped(
+def _match_shape(
     tensor: Tensor,
     name: str,
     parameters: Mapping[str, Tensor],
@@ -159,17 +161,14 @@ def _reshaped(
     adapter: Adapter,
     layer: LoraLayer,
 ) -> Tensor:
-    """Return a file's factor in the axes of the parameter, equal to it but for the rank."""
+    """Return a file's factor with the axes of the parameter; only the rank may differ."""
     if name not in parameters:
         raise UserError(f"{where}: the settings have no such factor; {_as_in_the_file(layer)}.")
     target = parameters[name]
     old, new = layer.rank or 0, adapter.config.rank
-    if name == "down" and tensor.ndim != target.ndim:
+    if tensor.ndim != target.ndim:  # a kernel may be flat, in either
         shape = (tensor.shape[0], *target.shape[1:])
-        if tensor.numel() == torch.Size(shape).numel():
-            tensor = tensor.reshape(shape)
-    elif tensor.ndim != target.ndim and tensor.numel() == target.numel():
-        tensor = tensor.reshape(target.shape)
+        tensor = tensor.reshape(shape) if tensor.numel() == math.prod(shape) else tensor
     sides = list(zip(tensor.shape, target.shape))
     if tensor.ndim != target.ndim or any(a != b and (a, b) != (old, new) for a, b in sides):
         raise UserError(
@@ -181,33 +180,13 @@ def _reshaped(
         raise UserError(
             f"{where}: the file has rank {old} here and the settings have {new}; {_as_in_the_file(layer)}."
         )
-    if tensor.shape != target.shape and any(core in layer.weights for core in ("mid", "t1")):
-        raise UserError(f"{where}: a Tucker core keeps its rank; {_as_in_the_file(layer)}.")
+    if tensor.shape != target.shape and any(core in layer.weights for core in adapter.cores):
+        raise UserError(f"{where}: the rank of a Tucker core cannot change; {_as_in_the_file(layer)}.")
     return tensor
 
 
 def _as_in_the_file(layer: LoraLayer) -> str:
     return f"take rank and factors from the file (rank {layer.rank}, {layer.algorithm})"
-
-
-def _with_factors(config: AdapterConfig, layers: Mapping[str, tuple[LayerSpec, LoraLayer]]) -> AdapterConfig:
-    """Return `config` with the LoKr settings that give every layer the file's factors, if there are any."""
-    lokr = {path: (spec, layer) for path, (spec, layer) in layers.items() if layer.algorithm == "lokr"}
-    if not lokr:
-        return config
-    sides = Counter(side for _, layer in lokr.values() for side in small_factor(layer.weights))
-    for factor in (-1, *(side for side, _ in sides.most_common() if side >= 2)):
-        for both, full in ((False, False), (True, False), (False, True)):
-            tried = dataclasses.replace(config, factor=factor, decompose_both=both, full_matrix=full)
-            adapters = build_adapters({path: spec for path, (spec, _) in lokr.items()}, tried)
-            if all(_same_factors(adapters[path], layer) for path, (_, layer) in lokr.items()):
-                return tried
-    return config
-
-
-def _same_factors(adapter: Adapter, layer: LoraLayer) -> bool:
-    ours = {name: parameter.numel() for name, parameter in adapter.named_parameters()}
-    return ours == {name: tensor.numel() for name, tensor in layer.weights.items()}
 
 
 def _most(values: Mapping[str, Any]) -> Any:

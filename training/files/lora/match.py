@@ -1,4 +1,4 @@
-"""Find the layers of a LoRA file in a model by their names, and put the parts of fused layers together."""
+"""Find the layers of a LoRA file in a model by their names, and join the parts of fused layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...user_error import UserError
 from .names import Target
-from .peft import UP, swap_halves
+from .peft import ALPHA, DOWN, UP, is_plain, swap_halves
 from .read import LoraFile, LoraLayer
 
 NO_LAYER = "match nothing"
@@ -21,7 +21,7 @@ IGNORED = "are ignored by ComfyUI, so here too,"
 
 @dataclass(frozen=True)
 class WholeLayer:
-    """Differences of one layer that are no product."""
+    """Differences of one layer that are not a product."""
 
     name: str
     """The file's own name for the layer."""
@@ -41,7 +41,7 @@ class Matched:
     others: Mapping[str, Target] = field(default_factory=dict)
     """`LoraFile.others` that the model has, by the file's own names."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the file that are none of these -> why, as the end of a sentence."""
+    """The file's other keys -> why they are left out, as the end of a sentence."""
 
 
 def match_lora(
@@ -49,7 +49,7 @@ def match_lora(
 ) -> Matched:
     """Find the file's layers by their names; `outputs` holds every layer's number of outputs, in order.
 
-    Raises UserError when none is found in `model`, or parts of one layer cannot be put together.
+    Raises UserError when none is found in `model`, or when parts of one layer cannot be joined.
     """
     parts: dict[str, list[tuple[Target, LoraLayer]]] = {}
     whole: list[WholeLayer] = []
@@ -70,11 +70,11 @@ def match_lora(
     if not (parts or whole or others):
         examples = ", ".join(list(file.methods)[:3])
         raise UserError(
-            f"{file.name}: no layer of {model} is called like those of the file ({examples}); was it "
-            "trained on another kind of model?"
+            f"{file.name}: no layer of {model} has a name that the file uses ({examples}); was it trained on "
+            "another kind of model?"
         )
     order = [key for key in outputs if key in parts]
-    layers = {key: _joined(file.name, key, outputs[key], parts[key]) for key in order}
+    layers = {key: _join_parts(file.name, key, outputs[key], parts[key]) for key in order}
     return Matched(file.name, layers, tuple(whole), others, left_out)
 
 
@@ -91,28 +91,26 @@ def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
     return reasons
 
 
-def _turned(layer: LoraLayer, target: Target) -> LoraLayer:
+def _restore_order(layer: LoraLayer, target: Target) -> LoraLayer:
     """Return a layer with its outputs in ComfyUI's order."""
     if not target.swapped:
         return layer
-    if layer.title != "lora":
+    if not is_plain(layer.tensors):
         raise UserError(
             f"{layer.name}: its outputs are in diffusers' order; only a plain LoRA can be reordered."
         )
     return replace(layer, tensors={**layer.tensors, UP: swap_halves(layer.tensors[UP])})
 
 
-def _joined(file: str, path: str, outputs: int, parts: list[tuple[Target, LoraLayer]]) -> LoraLayer:
-    """Return parts of a fused layer as one LoRA: the same `down` once, different ones side by side."""
-    parts = [(target, _turned(layer, target)) for target, layer in parts]
+def _join_parts(file: str, path: str, outputs: int, parts: list[tuple[Target, LoraLayer]]) -> LoraLayer:
+    """Return parts of a fused layer as one LoRA: a shared `down` once, different ones side by side."""
+    parts = [(target, _restore_order(layer, target)) for target, layer in parts]
     target, first = parts[0]
     if len(parts) == 1 and target.rows == outputs:
         return first
     names = ", ".join(layer.name for _, layer in parts)
-    if any(layer.title != "lora" or "mid" in layer.weights for _, layer in parts):
-        raise UserError(
-            f"{file}: {names} are parts of one layer, {path}; only plain LoRAs can be put together."
-        )
+    if not all(is_plain(layer.tensors) for _, layer in parts):
+        raise UserError(f"{file}: {names} are parts of one layer, {path}; only plain LoRAs can be joined.")
     if len({target.first for target, _ in parts}) != len(parts):
         raise UserError(f"{file}: {names} are all names of one layer, {path}; a layer may come once.")
     downs = [layer.weights["down"] for _, layer in parts]
@@ -131,8 +129,8 @@ def _joined(file: str, path: str, outputs: int, parts: list[tuple[Target, LoraLa
         up[target.first : target.first + target.rows, column : column + own.shape[1]] = own
         column += 0 if shared else own.shape[1]
     tensors = {
-        "lora_up.weight": up,
-        "lora_down.weight": downs[0] if shared else torch.cat([down.float() for down in downs]),
-        "alpha": torch.tensor(scale * rank),
+        UP: up,
+        DOWN: downs[0] if shared else torch.cat([down.float() for down in downs]),
+        ALPHA: torch.tensor(scale * rank),
     }
     return LoraLayer(names, tensors)

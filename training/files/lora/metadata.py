@@ -13,7 +13,6 @@ import io
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +21,7 @@ from PIL import Image
 from safetensors.torch import save
 from torch import Tensor
 
+from ...adapters.build import method_of
 from ...config import TrainConfig, digest, to_dict
 from ...data.batch import EncodedDataset
 from ...family import Family
@@ -29,7 +29,6 @@ from ...model import Sampling
 from ...objective.sigmas import is_flow
 from ...state import TrainState
 from ..input_file import parse_json
-from ..tensor_file import write_tensors
 from ..text import readable
 
 COVER_SIDE = 512
@@ -112,7 +111,8 @@ def lora_metadata(
     """
     adapter, rank = state.adapter, state.adapter.rank
     words = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]
-    plain = adapter.algorithm == "lora" and not adapter.algorithms
+    method = method_of(adapter)
+    plain = method.is_plain and not adapter.algorithms
     images = state.notes.get("ss_num_train_images", "")
     values: dict[str, Any] = {
         "modelspec.sai_model_spec": "1.0.1",
@@ -124,7 +124,7 @@ def lora_metadata(
         "ss_base_model_version": family.base_model,
         "ss_network_module": family.network_module if plain else "lycoris.kohya",
         "ss_network_dim": rank,
-        "ss_network_alpha": adapter.effective_alpha,
+        "ss_network_alpha": method.effective_alpha(adapter),
         "ss_network_args": {} if plain else {"algo": adapter.algorithm},
         "ss_steps": state.step,
         "ss_max_train_steps": state.step,
@@ -183,16 +183,6 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
         "sshs_legacy_hash": legacy,
         "modelspec.hash_sha256": f"0x{whole}",
     }
-
-
-def write_lora(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Write a LoRA file and return its metadata, which have the digests of its own weights.
-
-    Raises OSError as `write_tensors` does.
-    """
-    whole = with_hashes(tensors, metadata)
-    write_tensors(path, tensors, whole)
-    return whole
 
 
 WEIGHTS = "sshs_model_hash"

@@ -105,7 +105,7 @@ class Architecture:
         return (list(self.split(path, shape)) if self.split else []) or [Part(path)]
 
 
-def spelled(prefix: str, name: str) -> str:
+def spell(prefix: str, name: str) -> str:
     """Return a layer's name in a file."""
     return prefix + (name.replace(".", "_") if prefix.endswith("_") else name)
 
@@ -115,10 +115,10 @@ def network_names(shapes: Shapes) -> dict[str, Target]:
     names: dict[str, Target] = {}
     for spelling in architecture_of(shapes).spellings:
         for part, target in _parts(shapes, spelling.names):
-            names.update((spelled(prefix, part), target) for prefix in FLAT_PREFIXES + PREFIXES)
+            names.update((spell(prefix, part), target) for prefix in FLAT_PREFIXES + PREFIXES)
     for path, shape in shapes.items():
         target = Target(path, 0, _rows(shape))
-        names.update((spelled(prefix, path), target) for prefix in FLAT_PREFIXES + PREFIXES)
+        names.update((spell(prefix, path), target) for prefix in FLAT_PREFIXES + PREFIXES)
     return names
 
 
@@ -128,10 +128,10 @@ def comfy_names(shapes: Shapes) -> dict[str, Target]:
     names: dict[str, Target] = {}
     for path, shape in shapes.items():
         for prefix in ("lora_unet_", COMFY, *architecture.own):
-            names[spelled(prefix, path)] = Target(path, 0, _rows(shape))
+            names[spell(prefix, path)] = Target(path, 0, _rows(shape))
     for spelling in architecture.spellings:
         for part, target in _parts(shapes, spelling.names):
-            names.update((spelled(prefix, part), target) for prefix in spelling.comfy)
+            names.update((spell(prefix, part), target) for prefix in spelling.comfy)
     return names
 
 
@@ -204,7 +204,7 @@ def text_names(encoder: str, path: str) -> list[str]:
     """Return the names of a text encoder's layer, in kohya, native and PEFT files."""
     names = [native_prefix(encoder) + path]
     if row := TEXT_ENCODERS.get(encoder):
-        names += [*(spelled(kohya, path) for kohya in row.kohya), row.peft + path]
+        names += [*(spell(kohya, path) for kohya in row.kohya), row.peft + path]
     return names
 
 

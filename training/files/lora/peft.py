@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .names import Part, spelled
+from .names import Part, spell
 
 DOWN, UP, ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
 
@@ -33,7 +33,7 @@ def peft_tensors(values: Mapping[str, Tensor], parts: Iterable[Part], prefix: st
     tensors: dict[str, Tensor] = {}
     for part in parts:
         rows = up[part.first : part.stop]
-        name = spelled(prefix, part.name)
+        name = spell(prefix, part.name)
         tensors[f"{name}.lora_A.weight"] = down.clone()
         tensors[f"{name}.lora_B.weight"] = _as_kernel(swap_halves(rows) if part.swapped else rows, down)
     return tensors
