@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--card", metavar="SIZE", help="memory of the device, e.g. 24GB; default: not judged")
     parser.add_argument("--resolution", default="1024", metavar="PIXELS", help="1024, or 832x1216")
     parser.add_argument("--batch", type=int, default=1, help="images in one step")
-    parser.add_argument("--algorithm", default="lora", help="lora, dora, loha or lokr")
+    parser.add_argument("--algorithm", default="lora", help="as in Build LoRA, such as dora")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", default="attn-mlp", help="attn, attn-mlp, linear, all or everything")
     parser.add_argument("--optimizer", default="adamw")

@@ -12,6 +12,7 @@ from ..training.comfy.files.lora_files import NONE, changed_at
 from ..training.comfy.files.paths import lora_file_names, lora_file_path
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.config import AdapterConfig
+from ..training.family import target_presets
 from ..training.user_error import UserError
 from .node import Files, Node
 from .sockets import Lora, schema
@@ -56,7 +57,7 @@ class BuildLora(Node):
                 ),
                 io.Combo.Input(
                     "targets",
-                    options=["attn-mlp", "attn", "linear", "all", "everything"],
+                    options=target_presets(),
                     default="attn-mlp",
                     tooltip="Which layers: attention and MLP of every block (default), attention only, "
                     "every linear layer, convolutions too (all), or embeddings as well (everything).",

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from graft.training.config import ADDED, CheckpointConfig, TrainConfig, added, from_dict, to_dict
 from graft.training.data import augment, cache, fingerprint, join, scan
-from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.write import lora_tensors
 from graft.training.job.read import read_job
 from graft.training.loop import train
 from graft.training.run.checkpoints import Checkpoints

@@ -1,6 +1,9 @@
 """Model families as data: what differs between SDXL, SD3 and Flux and is not in ComfyUI's own classes.
 
-A family is a row of FAMILIES, never a subclass; the loop has no branch on the model's name.
+A family is a row of FAMILIES, never a subclass; no other file branches on a model's name. A new model is a
+row here and its test. Only what other programs call its layers is elsewhere, in `files/lora/names.py`: such
+names belong to a kind of network, which several models share, so a row points to them by `export`. Without it
+a model trains, saves and loads under ComfyUI's own names.
 """
 
 from __future__ import annotations
@@ -14,21 +17,54 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Caption:
+    """The shape of one encoded caption."""
+
+    tokens: int
+    """Those of a long caption."""
+    width: int
+    pooled: int = 0
+    """Width of the pooled output; 0 where the network takes none."""
+
+
+@dataclass(frozen=True)
+class InPlaceBlock:
+    """A block of ComfyUI's that adds to its inputs in place."""
+
+    streams: tuple[str, ...]
+    """Arguments that it adds to, in the order of its signature."""
+    readers: tuple[str, ...]
+    """Children that save a stream for the backward pass while the block goes on adding to it."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Defaults and names for one architecture."""
 
     name: str
     """As shown to people and written to metadata; unique."""
-    architecture: str
-    """modelspec.architecture of the LoRA file, without "/lora"."""
-    base_model: str
-    """ss_base_model_version of the LoRA file, spelled as kohya's sd-scripts does where it knows the model."""
+
+    # Layers
     targets: Mapping[str, tuple[str, ...]]
     """Preset name -> globs over the diffusion model's module paths. Only known kinds of layers are taken."""
     blocks: tuple[str, ...]
     """Globs of the repeated blocks: the units of offloading and per-block settings."""
+    units: tuple[str, ...] = ()
+    """Globs of what checkpointing recomputes as a whole; empty where that is the blocks. ComfyUI's U-Nets
+    call the parts of a block one by one."""
     idle: tuple[str, ...] = ()
     """Globs of layers whose output nothing reads, "-1" the last block: an adapter there learns nothing."""
+    in_place: Mapping[str, InPlaceBlock] = field(default_factory=dict)
+    """Classes of ComfyUI's blocks that add to their inputs in place, which a backward pass needs unchanged.
+    Others that do are found in the first step, at the price of more copies (`memory/in_place.py`)."""
+    text_encoders: Mapping[str, str] = field(default_factory=dict)
+    """CLIP encoders that can be trained too, by ComfyUI's names -> prefix of their kohya keys."""
+    pooled: tuple[str, ...] = ()
+    """Those of them whose last layer the network sees, in the pooled output."""
+    preset_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Classes that LyCORIS's presets name -> globs of the same modules in ComfyUI's network."""
+
+    # Training and sampling
     sigmas: str = "schedule"
     """Default of ObjectiveConfig.sigmas."""
     shift: float = 1.0
@@ -47,27 +83,45 @@ class Family:
     """Pixels: the model was made for about resolution x resolution of them; 0 where it takes many sizes."""
     patch: int = 2
     """Latent cells per token along one side."""
-    key_prefix: str = "lora_unet_"
-    """Prefix of the keys of "lora_down" and "lora_up"; an empty one writes "diffusion_model.<path>" keys, of
-    "lora_A" and "lora_B" where `export` is set."""
-    network_module: str = "networks.lora"
-    """ss_network_module of a plain LoRA: the sd-scripts module that loads it."""
+    notes: tuple[str, ...] = ()
+    """Warnings shown when this family is trained."""
+
+    # LoRA files
+    architecture: str = "unknown"
+    """modelspec.architecture of the LoRA file, without "/lora"."""
+    base_model: str = "unknown"
+    """ss_base_model_version of the LoRA file, spelled as kohya's sd-scripts does where it knows the model."""
     implementation: str = "https://github.com/Comfy-Org/ComfyUI"
     """modelspec.implementation of the LoRA file."""
     prediction: str = ""
     """modelspec.prediction_type; empty where the standard has no word for it."""
+    network_module: str = "networks.lora"
+    """ss_network_module of a plain LoRA: the sd-scripts module that loads it."""
+    is_v2: bool = False
+    """ss_v2 of the LoRA file: Stable Diffusion 2."""
+    key_prefix: str = "lora_unet_"
+    """Prefix of the keys of "lora_down" and "lora_up"; an empty one writes "diffusion_model.<path>" keys, of
+    "lora_A" and "lora_B" where `export` is set."""
     export: str = ""
-    """Row of ARCHITECTURES in lora_file/names.py: what diffusers calls its layers; empty where that is not
+    """Row of ARCHITECTURES in files/lora/names.py: what diffusers calls its layers; empty where that is not
     known."""
-    notes: tuple[str, ...] = field(default_factory=tuple)
-    """Warnings shown when this family is trained."""
-    text_encoders: Mapping[str, str] = field(default_factory=dict)
-    """CLIP encoders that can be trained too, by ComfyUI's names -> prefix of their kohya keys."""
-    pooled: tuple[str, ...] = ()
-    """Those of them whose last layer the network sees, in the pooled output."""
-    units: tuple[str, ...] = ()
-    """Globs of what checkpointing recomputes as a whole; empty where that is the blocks. ComfyUI's U-Nets
-    call the parts of a block one by one."""
+    layer_sign: str = ""
+    """Regular expression for names of layers, in any layout, that only this family and its relatives have: it
+    tells what a file without metadata is for."""
+
+    # ComfyUI
+    clip_type: str = ""
+    """CLIPType of its text encoder files; empty where Load Base Model cannot load them."""
+    caption: Caption | None = None
+    """What the network is given for one caption; None where `graft plan` cannot plan without the encoder."""
+
+    # Job files of ai-toolkit
+    arch: tuple[str, ...] = ()
+    """Its names under `model.arch`."""
+    own_shift: bool = False
+    """Whether Graft's shift follows another rule than ai-toolkit's, so that "shift" is refused."""
+    bypasses_guidance: bool = False
+    """Whether ai-toolkit can leave the guidance input out, which is refused."""
 
     @property
     def checkpointed(self) -> tuple[str, ...]:
@@ -113,6 +167,25 @@ TEXT = "text_encoders."
 def is_text(path: str) -> bool:
     """Return whether a layer's path is in a text encoder and not in the diffusion model."""
     return path.startswith(TEXT)
+
+
+def target_presets() -> list[str]:
+    """Return the names of every family's targets."""
+    return list(dict.fromkeys(name for family in (GENERIC, *FAMILIES.values()) for name in family.targets))
+
+
+def architectures() -> dict[str, Family]:
+    """Return the families by ai-toolkit's names for them."""
+    return {arch: family for family in FAMILIES.values() for arch in family.arch}
+
+
+def preset_modules() -> dict[str, tuple[str, ...]]:
+    """Return the globs of every family for the classes that LyCORIS's presets name."""
+    found: dict[str, dict[str, None]] = {}
+    for family in (GENERIC, *FAMILIES.values()):
+        for name, globs in family.preset_modules.items():
+            found.setdefault(name, {}).update(dict.fromkeys(globs))
+    return {name: tuple(globs) for name, globs in found.items()}
 
 
 def block_of(path: str, blocks: Iterable[str]) -> str | None:
@@ -176,19 +249,22 @@ _HIDREAM_MLP = ("*_stream_blocks.*.block.ff_i.shared_experts.w?", "*_stream_bloc
 
 
 def _targets(attention: tuple[str, ...], mlp: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    return {"attn": attention, "attn-mlp": attention + mlp, **_EVERYTHING}
+    return {"attn-mlp": attention + mlp, "attn": attention, **_EVERYTHING}
 
 
 GENERIC = Family(
     name="generic",
-    architecture="unknown",
-    base_model="unknown",
     targets=_targets(("*attn*", "*attention*"), ("*block*", "*layer*")),
     blocks=("*blocks.*", "*layers.*"),
     key_prefix="",
+    preset_modules={
+        "Attention": ("*attn*", "*attention*"),
+        "CrossAttention": ("*attn*", "*attention*"),
+        "FeedForward": ("*.ff.*", "*mlp*", "*feed_forward*"),
+    },
 )
-"""Any other model that ComfyUI samples: its target by the affine law, its noise levels from its own
-schedule. Named after its config class in ComfyUI."""
+"""Any other model that ComfyUI samples: its target by the affine law, its sigmas from its own schedule. Named
+after its config class in ComfyUI."""
 
 _SDXL = Family(
     name="SDXL",
@@ -197,6 +273,13 @@ _SDXL = Family(
     targets=_targets(_UNET_ATTENTION, _UNET_MLP),
     blocks=("input_blocks.*", "middle_block", "output_blocks.*"),
     units=_UNET_UNITS,
+    preset_modules={
+        "Transformer2DModel": ("*.transformer_blocks.*", "*.proj_in", "*.proj_out"),
+        "BasicTransformerBlock": ("*.transformer_blocks.*",),
+        "ResnetBlock2D": ("*.in_layers.*", "*.emb_layers.*", "*.out_layers.*", "*.skip_connection"),
+        "Downsample2D": ("input_blocks.*.op",),
+        "Upsample2D": ("output_blocks.*.conv",),
+    },
     space="output",
     text_encoders={"clip_l": "lora_te1_", "clip_g": "lora_te2_"},
     pooled=("clip_g",),
@@ -205,6 +288,9 @@ _SDXL = Family(
     implementation="https://github.com/Stability-AI/generative-models",
     prediction="epsilon",
     export="unet",
+    layer_sign=r"attn2[._]to_[kv]",
+    clip_type="STABLE_DIFFUSION",
+    caption=Caption(77, 2048, 1280),
 )
 _SD1 = replace(
     _SDXL,
@@ -215,6 +301,7 @@ _SD1 = replace(
     pooled=(),
     resolution=512,
     implementation="https://github.com/CompVis/stable-diffusion",
+    caption=Caption(77, 768),
 )
 _SD3 = Family(
     name="SD3",
@@ -222,6 +309,8 @@ _SD3 = Family(
     base_model="medium",
     targets=_targets(_MMDIT_ATTENTION, _MMDIT_MLP),
     blocks=("joint_blocks.*",),
+    in_place={"ContextProcessorBlock": InPlaceBlock(("x",), ("norm1", "norm2"))},
+    preset_modules={"JointTransformerBlock": ("joint_blocks.*",)},
     sigmas="logit-normal",
     shift=3.0,
     text_encoders={"clip_l": "lora_te1_", "clip_g": "lora_te2_"},
@@ -229,6 +318,9 @@ _SD3 = Family(
     network_module="networks.lora_sd3",
     implementation="https://github.com/Stability-AI/sd3.5",
     export="sd3",
+    layer_sign="joint_blocks",
+    clip_type="SD3",
+    caption=Caption(154, 4096, 2048),
 )
 _FLUX = Family(
     name="Flux.1 Dev",
@@ -236,6 +328,16 @@ _FLUX = Family(
     base_model="flux1",
     targets=_targets(_FLUX_ATTENTION, _FLUX_MLP),
     blocks=("double_blocks.*", "single_blocks.*"),
+    in_place={
+        "DoubleStreamBlock": InPlaceBlock(
+            ("img", "txt"), ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2")
+        ),
+        "SingleStreamBlock": InPlaceBlock(("x",), ("pre_norm",)),
+    },
+    preset_modules={
+        **dict.fromkeys(("DoubleStreamBlock", "MMDoubleStreamBlock"), ("double_blocks.*",)),
+        **dict.fromkeys(("SingleStreamBlock", "MMSingleStreamBlock"), ("single_blocks.*",)),
+    },
     sigmas="logit-normal",
     shift=3.1582,
     resolution_shift="flux",
@@ -244,6 +346,9 @@ _FLUX = Family(
     network_module="networks.lora_flux",
     implementation="https://github.com/black-forest-labs/flux",
     export="flux",
+    layer_sign="double_blocks|single_(transformer_)?blocks",
+    clip_type="FLUX",
+    caption=Caption(512, 4096, 768),
 )
 _FLUX2 = replace(
     _FLUX,
@@ -254,6 +359,8 @@ _FLUX2 = replace(
     key_prefix="",
     network_module="networks.lora",
     export="flux2",
+    clip_type="FLUX2",
+    caption=None,
 )
 _LUMINA2 = Family(
     name="Lumina 2",
@@ -266,20 +373,53 @@ _LUMINA2 = Family(
     key_prefix="",
     network_module="networks.lora_lumina",
     export="lumina2",
+    layer_sign="noise_refiner|context_refiner",
+    clip_type="LUMINA2",
 )
 
+_GENERIC_ROWS = {
+    **dict.fromkeys(("AuraFlow", "Anima", "ErnieImage"), "STABLE_DIFFUSION"),
+    **dict.fromkeys(("ACEStep", "ACEStep15"), "ACE"),
+    "Boogu": "BOOGU",
+    "CogVideoX_T2V": "COGVIDEOX",
+    **dict.fromkeys(("CosmosT2IPredict2", "CosmosT2V"), "COSMOS"),
+    "GenmoMochi": "MOCHI",
+    "HunyuanDiT": "HUNYUAN_DIT",
+    "HunyuanImage21": "HUNYUAN_IMAGE",
+    "HunyuanVideo": "HUNYUAN_VIDEO",
+    "HunyuanVideo15": "HUNYUAN_VIDEO_15",
+    "Ideogram4": "IDEOGRAM4",
+    "JoyImage": "JOYIMAGE",
+    "Kandinsky5": "KANDINSKY5",
+    "Kandinsky5Image": "KANDINSKY5_IMAGE",
+    "Krea2": "KREA2",
+    "LTXV": "LTXV",
+    "Lens": "LENS",
+    "LongCatImage": "LONGCAT_IMAGE",
+    "MageFlow": "MAGE",
+    "Omnigen2": "OMNIGEN2",
+    "PixArtAlpha": "PIXART",
+    "PixelDiTT2I": "PIXELDIT",
+    "StableAudio": "STABLE_AUDIO",
+    "Stable_Cascade_C": "STABLE_CASCADE",
+}
+"""Models that train as GENERIC does -> their CLIPType, by which their text encoder files are loaded."""
+
 FAMILIES: Mapping[str, Family] = {
-    "SD15": _SD1,
+    "SD15": replace(_SD1, arch=("sd1", "sd15")),
     "SD20": replace(
         _SD1,
         name="SD2",
         architecture="stable-diffusion-v2-512",
         base_model="sd_v2",
+        is_v2=True,
         text_encoders={"clip_h": "lora_te_"},
+        caption=Caption(77, 1024),
+        arch=("sd2",),
     ),
-    "SDXL": _SDXL,
-    "SSD1B": replace(_SDXL, name="SSD-1B"),
-    "Segmind_Vega": replace(_SDXL, name="Segmind Vega"),
+    "SDXL": replace(_SDXL, arch=("sdxl",)),
+    "SSD1B": replace(_SDXL, name="SSD-1B", arch=("ssd",)),
+    "Segmind_Vega": replace(_SDXL, name="Segmind Vega", arch=("vega",)),
     "KOALA_700M": replace(_SDXL, name="KOALA 700M", export="unet1"),
     "KOALA_1B": replace(_SDXL, name="KOALA 1B", export="unet1"),
     "SDXLRefiner": replace(
@@ -290,16 +430,17 @@ FAMILIES: Mapping[str, Family] = {
         export="",
         text_encoders={},
         pooled=(),
+        caption=Caption(77, 1280, 1280),
     ),
-    "SD3": _SD3,
+    "SD3": replace(_SD3, arch=("sd3",)),
     "SD35Medium": replace(
         _SD3, name="SD3.5 Medium", architecture="stable-diffusion-3-5-medium", base_model="5-medium"
     ),
     "SD35Large": replace(
         _SD3, name="SD3.5 Large", architecture="stable-diffusion-3-5-large", base_model="5-large"
     ),
-    "Flux": _FLUX,
-    "FluxInpaint": replace(_FLUX, name="Flux.1 Fill"),
+    "Flux": replace(_FLUX, arch=("flux", "flex1"), bypasses_guidance=True),
+    "FluxInpaint": replace(_FLUX, name="Flux.1 Fill", caption=None),
     "FluxSchnell": replace(
         _FLUX,
         name="Flux.1 Schnell",
@@ -310,8 +451,15 @@ FAMILIES: Mapping[str, Family] = {
         guidance=None,
         notes=(_distilled("schnell"),),
     ),
-    "Flux2": _FLUX2,
-    "Flux2Klein": replace(_FLUX2, name="Flux.2 Klein", architecture="flux-2-klein", guidance=None, cfg=4.0),
+    "Flux2": replace(_FLUX2, arch=("flux2",)),
+    "Flux2Klein": replace(
+        _FLUX2,
+        name="Flux.2 Klein",
+        architecture="flux-2-klein",
+        guidance=None,
+        cfg=4.0,
+        arch=("flux2_klein_4b", "flux2_klein_9b"),
+    ),
     "Chroma": replace(
         _FLUX,
         name="Chroma",
@@ -323,8 +471,12 @@ FAMILIES: Mapping[str, Family] = {
         cfg=4.0,
         key_prefix="diffusion_model.",
         export="chroma",
+        clip_type="CHROMA",
+        caption=Caption(512, 4096),
+        arch=("chroma",),
+        own_shift=True,
     ),
-    "Lumina2": _LUMINA2,
+    "Lumina2": replace(_LUMINA2, arch=("lumina2",)),
     "ZImage": replace(
         _LUMINA2,
         name="Z-Image",
@@ -332,6 +484,7 @@ FAMILIES: Mapping[str, Family] = {
         base_model="z_image",
         shift=3.0,
         export="z_image",
+        arch=("zimage",),
     ),
     "QwenImage": Family(
         name="Qwen-Image",
@@ -344,10 +497,16 @@ FAMILIES: Mapping[str, Family] = {
             "transformer_blocks.-1.attn.add_q_proj",
             "transformer_blocks.-1.attn.to_add_out",
         ),
+        preset_modules={"QwenImageTransformerBlock": ("transformer_blocks.*",)},
         sigmas="logit-normal",
         shift=2.2,
         key_prefix="",
         export="qwen",
+        layer_sign=r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)",
+        clip_type="QWEN_IMAGE",
+        caption=Caption(256, 3584),
+        arch=("qwen_image",),
+        own_shift=True,
     ),
     "HiDream": Family(
         name="HiDream",
@@ -359,7 +518,17 @@ FAMILIES: Mapping[str, Family] = {
         shift=3.0,
         key_prefix="",
         export="hidream",
+        layer_sign="double_stream_blocks|single_stream_blocks",
+        clip_type="HIDREAM",
+        arch=("hidream",),
     ),
+    "WAN21_T2V": replace(
+        GENERIC,
+        name="WAN21_T2V",
+        preset_modules={"WanAttentionBlock": ("blocks.*",)},
+        clip_type="WAN",
+    ),
+    **{name: replace(GENERIC, name=name, clip_type=clip_type) for name, clip_type in _GENERIC_ROWS.items()},
 }
 """By the class name of ComfyUI's model config (`comfy.supported_models`), or the name VARIANTS gives."""
 

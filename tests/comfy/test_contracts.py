@@ -36,7 +36,8 @@ from graft.training.comfy.run.graph_run import QueuedNode
 from graft.training.comfy.run.shown_run import added_inputs
 from graft.training.config import AdapterConfig, TrainConfig, from_dict
 from graft.training.data import resolve_dataset
-from graft.training.files.lora.read import lora_tensors, read_lora
+from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.write import lora_tensors
 from graft.training.run.queued import run_settings, settings_of
 from graft.training.tools.merge import digest as lora_digest
 

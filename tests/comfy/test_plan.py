@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import comfy.ops
 import pytest
 import torch
@@ -15,24 +17,28 @@ from graft.tests.support import dynamic_vram
 from graft.tests.support.tiny_models import FILES, fields, state_dict
 from graft.training.adapters.build import select
 from graft.training.comfy.model import outline as module
-from graft.training.comfy.model.outline import TEXTS, Text, outline, outlined_batch
+from graft.training.comfy.model.outline import outline, outlined_batch
 from graft.training.config import AdapterConfig
+from graft.training.family import FAMILIES, Caption
 from graft.training.memory.estimate import estimate_step
 from graft.training.memory.weight_store import weight_bytes
 
 pytestmark = dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
-TINY_TEXT = Text(8, 64, 2048)
-"""What the SD3 files take here; U-Nets are as they are."""
-PLANNED = [name for name, (_, family) in FILES.items() if family in TEXTS and "Flux" not in family]
+PLANNED = [name for name, (_, family) in FILES.items() if "Flux" not in family]
 """ComfyUI takes every Flux to have the 24 heads of the real one."""
 
 
+@pytest.fixture
+def tiny_captions(monkeypatch):
+    """The SD3 files here take narrower captions; U-Nets are as they are."""
+    for row in ("SD3", "SD35Medium", "SD35Large"):
+        monkeypatch.setitem(FAMILIES, row, replace(FAMILIES[row], caption=Caption(8, 64, 2048)))
+
+
 @pytest.mark.parametrize("name", PLANNED)
-def test_every_file_is_planned_without_its_weights(name, monkeypatch, tmp_path):
+def test_every_file_is_planned_without_its_weights(name, monkeypatch, tmp_path, tiny_captions):
     shapes = {f"model.diffusion_model.{k}": t.to("meta") for k, t in state_dict(FILES[name][0]()).items()}
     monkeypatch.setattr(module, "_shapes", lambda path: shapes)
-    if name.startswith("sd3"):
-        monkeypatch.setitem(TEXTS, FILES[name][1], TINY_TEXT)
     denoiser = outline(tmp_path / "model.safetensors")
     assert denoiser.family.name == FILES[name][1]
     config = AdapterConfig(rank=4)
@@ -75,8 +81,7 @@ def test_flux_is_planned_at_its_real_width(monkeypatch, tmp_path):
     assert selective.flops <= 1.25 * plain.flops and block.flops <= 1.6 * plain.flops
 
 
-def test_the_command_prints_every_plan(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(TEXTS, "SD3", TINY_TEXT)
+def test_the_command_prints_every_plan(tmp_path, capsys, tiny_captions):
     weights = state_dict(FILES["sd3"][0]())
     path = tmp_path / "sd3.safetensors"
     save_file({f"model.diffusion_model.{name}": t.contiguous() for name, t in weights.items()}, path)

@@ -14,10 +14,10 @@ import yaml
 
 import graft
 from graft.training.config import ObjectiveConfig, from_dict
-from graft.training.family import FAMILIES
+from graft.training.family import architectures
 from graft.training.files.lora.diffusers import FILE_FORMATS
 from graft.training.job.graph import NODES
-from graft.training.job.keys import ARCHITECTURES, DATASET_KEYS, KEYS, ROOT_KEYS, Beside
+from graft.training.job.keys import DATASET_KEYS, KEYS, ROOT_KEYS, Beside
 from graft.training.job.read import compile_job, read_job
 from graft.training.objective.sigmas import apply_bias, draw_sigmas
 
@@ -598,10 +598,10 @@ def test_a_key_without_effect_beside_the_others_is_refused(keys, message, tmp_pa
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures())
 def test_diffusers_names_are_refused_before_training_for_a_family_without_any(arch, tmp_path):
     job = put(document(), {"save.save_format": "diffusers", "model.arch": arch})
-    if FAMILIES[ARCHITECTURES[arch]].export:
+    if architectures()[arch].export:
         assert setting(compile_job(job, tmp_path), "save.format") in FILE_FORMATS
     else:
         with pytest.raises(ValueError, match="has no diffusers names here. Set it to safetensors"):
@@ -749,7 +749,7 @@ def ai_toolkit_levels(name, arch, u):
 @pytest.mark.parametrize("name", ["linear", "sigmoid", "shift", "flux_shift"])
 def test_timestep_types_draw_the_levels_that_ai_toolkit_draws(name, arch, tmp_path):
     config, generator = objective(tmp_path, arch, timestep_type=name), torch.Generator().manual_seed(0)
-    sampling, family = Flow(), FAMILIES[ARCHITECTURES[arch]]
+    sampling, family = Flow(), architectures()[arch]
     drawn = draw_sigmas(4000, config, family, sampling, generator=generator, tokens=4096).sort().values
     u = (torch.arange(4000) + 0.5) / 4000
     torch.testing.assert_close(drawn, ai_toolkit_levels(name, arch, u), atol=5e-3, rtol=0)
@@ -771,7 +771,7 @@ def test_style_takes_the_levels_at_the_cube_of_their_quantile(tmp_path):
     torch.testing.assert_close(apply_bias(u, config.bias), u**3)
 
 
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, "zimage:turbo", "qwen_image:2512"])
+@pytest.mark.parametrize("arch", [*architectures(), "zimage:turbo", "qwen_image:2512"])
 def test_an_architecture_that_has_a_family_is_accepted(arch, tmp_path):
     compile_job(document("model.arch", arch), tmp_path)
 

@@ -400,13 +400,13 @@ def test_a_report_says_rank_strength_norms_and_base(tmp_path):
         ("transformer.single_transformer_blocks.0.attn.to_q", 64, "Flux"),
         ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k", 2048, "SDXL"),
         ("unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_v", 768, "SD1.5"),
-        ("something_else", 8, "not said"),
+        ("something_else", 8, "not stated"),
     ],
 )
-def test_a_base_that_is_not_said_is_guessed_from_the_layers(tmp_path, name, width, base):
+def test_a_base_that_is_not_stated_is_guessed_from_the_layers(tmp_path, name, width, base):
     tensors = {f"{name}.lora_up.weight": torch.ones(4, 2), f"{name}.lora_down.weight": torch.ones(2, width)}
     report = inspect(lora_file(tmp_path, tensors))
-    assert report.base.startswith(base) and "not said" in report.base
+    assert report.base.startswith(base) and "not stated" in report.base
 
 
 def test_a_large_matrix_is_approximated_nearly_as_well_as_can_be():

@@ -4,8 +4,8 @@
  "name_algo_map": {"*attn1*": {"algo": "lokr", "factor": 8}}, "module_algo_map": {"FeedForward": {"dim": 4}},
  "exclude_name": ["*.0.*"], "use_fnmatch": true}
 
-Names are patterns over ComfyUI's module paths; a class of modules stands for the patterns in MODULES. A key
-that could not be honored is refused, never left out
+Names are patterns over ComfyUI's module paths; a class of modules stands for the patterns that families have
+for it (`Family.preset_modules`). A key that could not be honored is refused, never ignored
 (https://github.com/KohakuBlueleaf/LyCORIS/blob/main/docs/Preset.md).
 """
 
@@ -16,30 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import AdapterConfig
+from ..family import preset_modules
 from ..files.input_file import parse_json
 from ..user_error import UserError
-
-MODULES: Mapping[str, tuple[str, ...]] = {
-    "Transformer2DModel": ("*.transformer_blocks.*", "*.proj_in", "*.proj_out"),
-    "BasicTransformerBlock": ("*.transformer_blocks.*",),
-    "ResnetBlock2D": ("*.in_layers.*", "*.emb_layers.*", "*.out_layers.*", "*.skip_connection"),
-    "Downsample2D": ("input_blocks.*.op",),
-    "Upsample2D": ("output_blocks.*.conv",),
-    "Attention": ("*attn*", "*attention*"),
-    "CrossAttention": ("*attn*", "*attention*"),
-    "FeedForward": ("*.ff.*", "*mlp*", "*feed_forward*"),
-    "JointTransformerBlock": ("joint_blocks.*",),
-    "DoubleStreamBlock": ("double_blocks.*",),
-    "SingleStreamBlock": ("single_blocks.*",),
-    "MMDoubleStreamBlock": ("double_blocks.*",),
-    "MMSingleStreamBlock": ("single_blocks.*",),
-    "QwenImageTransformerBlock": ("transformer_blocks.*",),
-    "WanAttentionBlock": ("blocks.*",),
-}
-"""Classes that presets name -> where such modules are in ComfyUI's networks."""
-
-ALGORITHMS = {"locon": "lora"}
-"""LyCORIS's name -> ours, where they differ."""
+from .build import ADAPTERS
 
 SHARED = {
     "factor": "factor",
@@ -98,24 +78,27 @@ def _pattern(name: str, glob: bool) -> str:
 
 
 def _module(name: str) -> tuple[str, ...]:
-    if name not in MODULES:
+    """Return the patterns of a class of modules."""
+    modules = preset_modules()
+    if name not in modules:
         raise UserError(
-            f"preset: {name}: not known which layers of ComfyUI's models those are; known: "
-            f"{', '.join(MODULES)}. Name the layers in unet_target_name instead."
+            f"preset: {name}: Graft does not know which layers of ComfyUI's models those are; it knows "
+            f"{', '.join(modules)}. Name the layers in unet_target_name instead."
         )
-    return MODULES[name]
+    return modules[name]
 
 
 def _values(rules: list[tuple[str, Mapping[str, Any]]], key: str) -> tuple[tuple[str, Any], ...]:
     kinds: dict[str, tuple[type, ...]] = {"algo": (str,), "dim": (int,), "alpha": (int, float)}
+    ours = {other: name for name, method in ADAPTERS.items() for other in method.lycoris_names}
     found = [(pattern, values[key]) for pattern, values in rules if key in values]
     for pattern, value in found:
         if not isinstance(value, kinds[key]):
-            raise UserError(f"preset: {pattern}: {key}: {value!r} is no value for it.")
+            raise UserError(f"preset: {pattern}: {key}: {value!r} is not a possible value.")
     return tuple(
         (
             pattern,
-            ALGORITHMS.get(value, value) if key == "algo" else float(value) if key == "alpha" else value,
+            ours.get(value, value) if key == "algo" else float(value) if key == "alpha" else value,
         )
         for pattern, value in found
     )

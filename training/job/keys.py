@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from ..adapters.build import ADAPTERS
+from ..family import architectures
 from ..optimizer.build import OPTIMIZERS
 from ..user_error import UserError
 
@@ -159,8 +161,14 @@ def multiples(value: Any, key: str) -> str:
 
 
 def network_type(value: Any, key: str) -> Settings:
-    name = one_of(NETWORKS)(value, key)
-    return {"lora.algorithm": name, **({"may.full_matrix": True} if value in FULL else {})}
+    """Set the algorithm: a row of ADAPTERS, or another name of it with its switches."""
+    types = {
+        other: (name, switches)
+        for name, method in ADAPTERS.items()
+        for other, switches in {name: {}, **method.network_types}.items()
+    }
+    name, switches = one_of(types)(value, key)
+    return {"lora.algorithm": name, **{f"may.{switch}": on for switch, on in switches.items()}}
 
 
 def min_snr(value: Any, key: str) -> Settings:
@@ -182,9 +190,9 @@ def samples(value: Any, key: str) -> Settings:
 
 
 def architecture(value: Any, key: str) -> str:
-    """Return a name in ARCHITECTURES; what follows a colon ("zimage:turbo") only names a file to download."""
+    """Return a name of a family; what follows a colon ("zimage:turbo") only names a file to download."""
     name = text(value, key).partition(":")[0]
-    known: str = one_of({arch: arch for arch in ARCHITECTURES}, ELSEWHERE)(name, key)
+    known: str = one_of({arch: arch for arch in architectures()}, ELSEWHERE)(name, key)
     return known
 
 
@@ -199,8 +207,6 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-FULL = ("lokr_full_rank",)
-NETWORKS = {"lora": "lora", "dora": "dora", "lokr": "lokr", "lokr_full_rank": "lokr", "loha": "loha"}
 NUMBER_FORMATS = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32",
 }  # fmt: skip
@@ -230,13 +236,6 @@ SAMPLER_NAMES = {
     "dpmpp_2m": "dpmpp_2m", "heun": "heun", "uni_pc": "uni_pc",
 }  # fmt: skip
 CAPTIONS = {"txt": "txt", ".txt": "txt", "caption": "caption", ".caption": "caption", "json": "json"}
-ARCHITECTURES = {
-    "sd1": "SD15", "sd15": "SD15", "sd2": "SD20", "sdxl": "SDXL", "ssd": "SSD1B", "vega": "Segmind_Vega",
-    "sd3": "SD3", "flux": "Flux", "flex1": "Flux", "flux2": "Flux2", "flux2_klein_4b": "Flux2Klein",
-    "flux2_klein_9b": "Flux2Klein", "chroma": "Chroma", "lumina2": "Lumina2", "zimage": "ZImage",
-    "qwen_image": "QwenImage", "hidream": "HiDream",
-}  # fmt: skip
-"""model.arch -> row of FAMILIES."""
 DIFFUSERS = "diffusers (PEFT)"
 """In FILE_FORMATS: how Save LoRA names the layers."""
 QUANTIZED = {"qfloat8": "fp8", "float8": "fp8", "int8": "int8", "nf4": "nf4"}

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..family import CONVOLUTIONS, FAMILIES, Family
+from ..adapters.build import ADAPTERS
+from ..family import CONVOLUTIONS, Family, architectures
 from ..user_error import UserError
 from .graph import NODES
-from .keys import ARCHITECTURES, DIFFUSERS, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
+from .keys import DIFFUSERS, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
 
 May = Mapping[str, Any]
 Rule = Callable[[Settings, May], None]
@@ -83,11 +84,11 @@ def scheduler(done: Settings, may: May) -> None:
 
 def noise_levels(done: Settings, may: May) -> None:
     """Draw ai-toolkit's levels: a name means nothing to it unless the model is a flow; default: sigmoid."""
-    scheduler = _scheduler(may)
+    scheduler, family = _scheduler(may), _family(may)
     if scheduler == "ddpm" or (scheduler is None and "timesteps" not in may):
         return
     sigmas, shift = may.get("timesteps", TIMESTEPS["sigmoid"])
-    if (sigmas, shift) == TIMESTEPS["shift"] and may.get("arch") in OTHERWISE_SHIFTED:
+    if (sigmas, shift) == TIMESTEPS["shift"] and family and family.own_shift:
         raise UserError(
             f"train.timestep_type: Graft shifts {may['arch']} otherwise than ai-toolkit; write sigmoid or "
             "linear, which are not shifted."
@@ -97,7 +98,8 @@ def noise_levels(done: Settings, may: May) -> None:
 
 def guidance_embedding(done: Settings, may: May) -> None:
     """Refuse to leave the guidance input out; in other models the key changes nothing, also in ai-toolkit."""
-    if may.get("bypass") and may.get("arch", "flux") in BYPASSED:
+    family = _family(may)
+    if may.get("bypass") and (family is None or family.bypasses_guidance):
         raise UserError(
             "train.bypass_guidance_embedding: True is not possible: Flux Dev is trained with the guidance it "
             "was made with. Set it to false."
@@ -113,7 +115,8 @@ def differential_guidance(done: Settings, may: May) -> None:
 
 def sampling(done: Settings, may: May) -> None:
     """Draw the prompts; the scale of a model distilled for guidance is an input of its own."""
-    distilled = may.get("arch") in DISTILLED_GUIDANCE
+    family = _family(may)
+    distilled = family is not None and family.guidance is not None
     asked = any(name.startswith("sample.") for name in done)
     if asked and distilled:
         done["sample.cfg"] = 1.0
@@ -159,7 +162,7 @@ def file_format(done: Settings, may: May) -> None:
     """Refuse diffusers' names before training where Save LoRA would refuse them after it."""
     family, method = _family(may), done.get("lora.algorithm", NODES["lora"].inputs["algorithm"])
     reason = ""
-    if method != "lora":
+    if not ADAPTERS[method].is_plain:
         reason = f"diffusers knows plain LoRA only, and network.type is {method}"
     elif family and not family.export:
         reason = f"{family.name} has no diffusers names here"
@@ -179,7 +182,7 @@ def _scheduler(may: May) -> str | None:
 
 
 def _family(may: May) -> Family | None:
-    return FAMILIES[ARCHITECTURES[may["arch"]]] if "arch" in may else None
+    return architectures()[may["arch"]] if "arch" in may else None
 
 
 def _trained_by(family: Family) -> str:
@@ -187,12 +190,6 @@ def _trained_by(family: Family) -> str:
 
 
 DIFFERENTIAL_GUIDANCE = "train.differential_guidance_scale: needs train.do_differential_guidance: true."
-OTHERWISE_SHIFTED = ("chroma", "qwen_image")
-"""Models whose shift ai-toolkit takes from another number of tokens or another course than Graft."""
-BYPASSED = ("flux", "flex1")
-"""Models whose guidance input ai-toolkit can leave out."""
-DISTILLED_GUIDANCE = ("flux", "flex1", "flux2")
-"""Models whose guidance scale is an input of the network."""
 
 RULES: tuple[Rule, ...] = (
     ema,

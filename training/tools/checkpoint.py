@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..files.lora.match import Matched, match_lora
@@ -20,18 +20,6 @@ LEFT_OUT = ("first_stage_model.", "vae.", "model_ema.")
 
 NETWORK = ""
 """As the part of a layer: not a text encoder's."""
-
-STORED: Mapping[str, tuple[str, ...]] = {
-    "clip_l": (
-        "cond_stage_model.transformer.",
-        "conditioner.embedders.0.transformer.",
-        "text_encoders.clip_l.transformer.",
-    ),
-    "clip_g": ("conditioner.embedders.1.model.", "text_encoders.clip_g.transformer."),
-    "clip_h": ("cond_stage_model.model.",),
-    "t5xxl": ("text_encoders.t5xxl.transformer.",),
-}
-"""Text encoder -> what checkpoints have before the paths of its layers."""
 
 _OPEN_CLIP = {
     "attn.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -73,8 +61,8 @@ def _places(key: str, shape: Shape) -> list[Place]:
     path = key.removesuffix("_weight" if key.endswith("in_proj_weight") else ".weight")
     if path == key:
         return []
-    for part, prefixes in STORED.items():
-        for stored in prefixes:
+    for part, encoder in TEXT_ENCODERS.items():
+        for stored in encoder.checkpoint:
             if path.startswith(stored):
                 return _encoder_places(part, path.removeprefix(stored), shape[0])
     return [Place(NETWORK, network_path(key), 0, shape[0])]

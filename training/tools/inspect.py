@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..files.lora.read import LoraFile
+from ..family import FAMILIES, Family
+from ..files.lora.read import LoraFile, LoraLayer, read_lora
 
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to know about a LoRA file without its base."""
+    """What a LoRA file tells without its base."""
 
     name: str
     algorithms: dict[str, int]
@@ -25,12 +26,12 @@ class Report:
     layers: int
     parameters: int
     norms: dict[str, float]
-    """Block -> Frobenius norm of what the LoRA adds to it at strength 1, but for what depends on the base:
+    """Block -> Frobenius norm of what the LoRA adds to it at strength 1, without what depends on the base:
     DoRA's magnitudes, OFT and GLoRA."""
     other: list[str]
     """Keys that belong to no method."""
     base: str
-    """What the LoRA is for: by its metadata, or else by what its layers are called."""
+    """What the LoRA was made for, by its metadata or else by the names of its layers."""
     metadata: dict[str, str]
 
 
@@ -66,29 +67,30 @@ def inspect(file: LoraFile) -> Report:
 
 
 def guessed_base(file: LoraFile) -> str:
-    """Return which kind of model the layers belong to; U-Nets differ by the width of text they attend to."""
+    """Return which model the layers belong to by `Family.layer_sign`; U-Nets differ by the width of text."""
     for name in file.methods:
-        for pattern, base in BASES.items():
-            if found := re.search(pattern, name):
-                layer = file.layers.get(name)
-                width = layer.shape[1] if layer and "attn2" in found[0] else 0
-                return f"{UNETS.get(width, base)} (not said, by its layers)"
-    return "not said"
+        families = [family for family in FAMILIES.values() if _has_sign(family, name)]
+        if families:
+            return f"{_family_names(families, file.layers.get(name))} (not stated, by its layers)"
+        if re.search(DIFFUSERS_SIGN, name):
+            return "a transformer in diffusers' names (not stated, by its layers)"
+    return "not stated"
 
 
-BASES: Mapping[str, str] = {
-    r"joint_blocks": "SD3",
-    r"double_stream_blocks|single_stream_blocks": "HiDream",
-    r"noise_refiner|context_refiner": "Lumina 2 or Z-Image",
-    r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)": "Qwen-Image or a relative of it",
-    r"double_blocks|single_(transformer_)?blocks": "Flux or a relative of it",
-    r"attn2_to_[kv]|attn2\.to_[kv]": "Stable Diffusion",
-    r"add_q_proj|attn_add_": "a transformer in diffusers' names",
-}
-"""What names of layers have -> the kind of model."""
+DIFFUSERS_SIGN = "add_q_proj|attn_add_"
+"""Regular expression for layers that many transformers have in diffusers."""
 
-UNETS: Mapping[int, str] = {768: "SD1.5", 1024: "SD2", 2048: "SDXL"}
-"""Width of the text conditioning -> which of the U-Nets it is."""
+
+def _has_sign(family: Family, name: str) -> bool:
+    return bool(family.layer_sign and re.search(family.layer_sign, name))
+
+
+def _family_names(families: list[Family], layer: LoraLayer | None) -> str:
+    """Return "A", "A or B" or "A or a relative of it", narrowed down by a layer that takes in the text."""
+    width = layer.shape[1] if layer else 0
+    fitting = [family for family in families if family.caption and family.caption.width == width]
+    first, *others = [family.name for family in fitting or families]
+    return " or ".join([first, *others] if len(others) < 2 else [first, "a relative of it"])
 
 
 def block_of(name: str) -> str:

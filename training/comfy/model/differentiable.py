@@ -7,45 +7,30 @@ made one, so the forward pass is the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...family import FAMILIES, InPlaceBlock
 from ...network.replace_forward import set_forward
 
-
-@dataclass(frozen=True)
-class InPlaceBlock:
-    """A kind of block that changes its inputs in place."""
-
-    streams: tuple[str, ...]
-    """Arguments that it adds to, in the order of its signature."""
-    readers: tuple[str, ...]
-    """Children that save a stream for the backward pass while the block still adds to it."""
-
-
-IN_PLACE: Mapping[str, InPlaceBlock] = {
-    "DoubleStreamBlock": InPlaceBlock(("img", "txt"), ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2")),
-    "SingleStreamBlock": InPlaceBlock(("x",), ("pre_norm",)),
-    "ContextProcessorBlock": InPlaceBlock(("x",), ("norm1", "norm2")),
-    "CLIPLayer": InPlaceBlock(("x",), ("layer_norm1", "layer_norm2")),
-}
-"""By class name in ComfyUI: Flux, Chroma, Flux.2 and Hunyuan share the first two; SD3's context processor;
-CLIP text encoders. A block of this name without these children is another model's."""
+TEXT_ENCODER = ("CLIPLayer", InPlaceBlock(("x",), ("layer_norm1", "layer_norm2")))
+"""The block of CLIP text encoders, by its class in ComfyUI, as `Family.in_place` has those of networks."""
 
 
 @contextmanager
 def make_differentiable(network: nn.Module) -> Iterator[None]:
     """Make every known block of `network` differentiable; everything is restored on every exit."""
+    known = {TEXT_ENCODER, *(block for family in FAMILIES.values() for block in family.in_place.items())}
     with ExitStack() as undo:
         for module in network.modules():
             names = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("comfy.")]
-            kinds = [IN_PLACE[name] for name in names if name in IN_PLACE]
+            kinds = {block for name, block in known if name in names}
+            # A block of this name without these children is another model's.
             for kind in (kind for kind in kinds if all(hasattr(module, name) for name in kind.readers)):
                 undo.callback(set_forward(module, partial(_with_copies, module.forward, kind.streams)))
                 for child in (getattr(module, name) for name in kind.readers):

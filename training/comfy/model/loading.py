@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,51 +12,13 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 
+from ...family import FAMILIES
 from ...files.tensor_file import TensorFile
 from ...job.graph import FROM_CHECKPOINT
 from ...memory.precision import DTYPES
 from ...user_error import UserError
 from ..files.paths import listed, listed_file
 from .fingerprint import FileDigests, remember
-
-CLIP_TYPES: Mapping[str, str] = {
-    **dict.fromkeys(("SD15", "SD20", "SDXL", "SDXLRefiner", "AuraFlow"), "STABLE_DIFFUSION"),
-    **dict.fromkeys(("Anima", "ErnieImage"), "STABLE_DIFFUSION"),
-    "ACEStep": "ACE",
-    "ACEStep15": "ACE",
-    "Boogu": "BOOGU",
-    "Chroma": "CHROMA",
-    "CogVideoX_T2V": "COGVIDEOX",
-    "CosmosT2IPredict2": "COSMOS",
-    "CosmosT2V": "COSMOS",
-    "Flux": "FLUX",
-    "Flux2": "FLUX2",
-    "GenmoMochi": "MOCHI",
-    "HiDream": "HIDREAM",
-    "HunyuanDiT": "HUNYUAN_DIT",
-    "HunyuanImage21": "HUNYUAN_IMAGE",
-    "HunyuanVideo": "HUNYUAN_VIDEO",
-    "HunyuanVideo15": "HUNYUAN_VIDEO_15",
-    "Ideogram4": "IDEOGRAM4",
-    "JoyImage": "JOYIMAGE",
-    "Kandinsky5": "KANDINSKY5",
-    "Kandinsky5Image": "KANDINSKY5_IMAGE",
-    "Krea2": "KREA2",
-    "LTXV": "LTXV",
-    "Lens": "LENS",
-    "LongCatImage": "LONGCAT_IMAGE",
-    "Lumina2": "LUMINA2",
-    "MageFlow": "MAGE",
-    "Omnigen2": "OMNIGEN2",
-    "PixArtAlpha": "PIXART",
-    "PixelDiTT2I": "PIXELDIT",
-    "QwenImage": "QWEN_IMAGE",
-    "SD3": "SD3",
-    "StableAudio": "STABLE_AUDIO",
-    "Stable_Cascade_C": "STABLE_CASCADE",
-    "WAN21_T2V": "WAN",
-}
-"""Class of ComfyUI's model config, or the nearest it is made of -> CLIPType for its text encoder files."""
 
 
 def model_files() -> list[str]:
@@ -176,7 +138,8 @@ def clip_type(config: type) -> Any:
     A ComfyUI without that type recognizes the encoders by their weights. Raises UserError for other classes:
     a wrong type would encode differently from sampling.
     """
-    types = [CLIP_TYPES[base.__name__] for base in config.__mro__ if base.__name__ in CLIP_TYPES]
+    rows = [FAMILIES[base.__name__] for base in config.__mro__ if base.__name__ in FAMILIES]
+    types = [family.clip_type for family in rows if family.clip_type]
     if not types:
         raise UserError(
             f"{config.__name__}: Load Base Model cannot load its text encoders. Leave them at "

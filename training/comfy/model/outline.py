@@ -7,7 +7,6 @@ and take no memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...family import FAMILIES
 from ...files.tensor_file import FORMATS
 from ...model import Batch
 from ...user_error import UserError
 from .denoiser import ComfyDenoiser
 from .loading import require_safetensors
 from .weights import FLOAT8
-
-
-@dataclass(frozen=True)
-class Text:
-    """The shape of one caption's conditioning."""
-
-    tokens: int
-    width: int
-    pooled: int = 0
-
-
-TEXTS: Mapping[str, Text] = {
-    "SD1.5": Text(77, 768),
-    "SD2": Text(77, 1024),
-    **dict.fromkeys(("SDXL", "SSD-1B", "Segmind Vega", "KOALA 700M", "KOALA 1B"), Text(77, 2048, 1280)),
-    "SDXL Refiner": Text(77, 1280, 1280),
-    **dict.fromkeys(("SD3", "SD3.5 Medium", "SD3.5 Large"), Text(154, 4096, 2048)),
-    **dict.fromkeys(("Flux.1 Dev", "Flux.1 Schnell"), Text(512, 4096, 768)),
-    "Chroma": Text(512, 4096),
-    "Qwen-Image": Text(256, 3584),
-}
-"""Family name -> conditioning of a long caption."""
 
 
 def outline(path: Path) -> ComfyDenoiser:
@@ -72,17 +50,17 @@ def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) 
 
     Raises UserError for families that are missing from TEXTS.
     """
-    name = denoiser.family.name
-    if name not in TEXTS:
+    caption, cell = denoiser.family.caption, denoiser.pixels_per_cell
+    if caption is None:
+        known = ", ".join(family.name for family in FAMILIES.values() if family.caption)
         raise UserError(
-            f"{name} cannot be planned from its file alone; the families that can are {', '.join(TEXTS)}. "
-            "The Memory Plan node plans for every model."
+            f"{denoiser.family.name} cannot be planned from its file alone; the families that can are "
+            f"{known}. The Memory Plan node plans for every model."
         )
-    text, cell = TEXTS[name], denoiser.pixels_per_cell
     latents = torch.zeros(size, denoiser.model.latent_format.latent_channels, height // cell, width // cell)
-    conditioning: dict[str, Tensor] = {"cross_attn": torch.zeros(1, text.tokens, text.width)}
-    if text.pooled:
-        conditioning["pooled_output"] = torch.zeros(1, text.pooled)
+    conditioning: dict[str, Tensor] = {"cross_attn": torch.zeros(1, caption.tokens, caption.width)}
+    if caption.pooled:
+        conditioning["pooled_output"] = torch.zeros(1, caption.pooled)
     return Batch(latents, [conditioning] * size)
 
 

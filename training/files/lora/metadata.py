@@ -69,7 +69,7 @@ def run_metadata(
         "ss_multires_noise_discount": goal.pyramid_noise or None,
         "ss_ip_noise_gamma": goal.input_perturbation or None,
         "ss_zero_terminal_snr": not is_flow(sampling) and float(sampling.sigma_max) > 1000,
-        "ss_v2": family.base_model == "sd_v2",
+        "ss_v2": family.is_v2,
         "ss_validate_every_n_steps": config.validation.every or None,
         "ss_training_comment": "trained with Graft in ComfyUI",
         **({"modelspec.prediction_type": prediction} if prediction else {}),

@@ -172,20 +172,16 @@ def architecture_of(paths: Iterable[str]) -> Architecture:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """How one text encoder is called; each name ends where the layer's path begins."""
+    """The names of one text encoder; each prefix ends where the layer's path begins."""
 
     peft: str
     kohya: tuple[str, ...]
     """The one to write first."""
+    checkpoint: tuple[str, ...]
+    """Prefixes in checkpoints."""
+    path: re.Pattern[str]
+    """A layer's path, with dots or underscores; its groups are the parts between them."""
 
-
-TEXT_ENCODERS: Mapping[str, TextEncoder] = {
-    "clip_l": TextEncoder("text_encoder.", ("lora_te1_", "lora_te_")),
-    "clip_g": TextEncoder("text_encoder_2.", ("lora_te2_",)),
-    "clip_h": TextEncoder("text_encoder.", ("lora_te_", "lora_te1_")),
-    "t5xxl": TextEncoder("text_encoder_3.", ("lora_te3_", "lora_te2_")),
-}
-"""As in ComfyUI's `model_lora_keys_clip`; SD1.5's CLIP-L is lora_te_, OneTrainer's T5 of Flux lora_te2_."""
 
 _CLIP_PATH = re.compile(
     r"(text_model)[._](encoder)[._](layers)[._](\d+)[._](?:(self_attn|mlp)[._](\w+)|(layer_norm[12]))"
@@ -193,6 +189,32 @@ _CLIP_PATH = re.compile(
 _T5_PATH = re.compile(
     r"(encoder)[._](block)[._](\d+)[._](layer)[._](\d+)[._](SelfAttention|DenseReluDense)[._](\w+)"
 )
+
+TEXT_ENCODERS: Mapping[str, TextEncoder] = {
+    "clip_l": TextEncoder(
+        "text_encoder.",
+        ("lora_te1_", "lora_te_"),
+        (
+            "cond_stage_model.transformer.",
+            "conditioner.embedders.0.transformer.",
+            "text_encoders.clip_l.transformer.",
+        ),
+        _CLIP_PATH,
+    ),
+    "clip_g": TextEncoder(
+        "text_encoder_2.",
+        ("lora_te2_",),
+        ("conditioner.embedders.1.model.", "text_encoders.clip_g.transformer."),
+        _CLIP_PATH,
+    ),
+    "clip_h": TextEncoder(
+        "text_encoder.", ("lora_te_", "lora_te1_"), ("cond_stage_model.model.",), _CLIP_PATH
+    ),
+    "t5xxl": TextEncoder(
+        "text_encoder_3.", ("lora_te3_", "lora_te2_"), ("text_encoders.t5xxl.transformer.",), _T5_PATH
+    ),
+}
+"""As in ComfyUI's `model_lora_keys_clip`; SD1.5's CLIP-L is lora_te_, OneTrainer's T5 of Flux lora_te2_."""
 
 
 def native_prefix(encoder: str) -> str:
@@ -215,7 +237,7 @@ def text_layer(name: str) -> tuple[str, str] | None:
     """
     for encoder, row in TEXT_ENCODERS.items():
         for prefix in (*row.kohya, native_prefix(encoder), row.peft):
-            if name.startswith(prefix) and (path := _text_path(encoder, name.removeprefix(prefix))):
+            if name.startswith(prefix) and (path := _text_path(row, name.removeprefix(prefix))):
                 return encoder, path
     return None
 
@@ -226,8 +248,8 @@ def split_text_path(path: str) -> tuple[str, str]:
     return encoder, inner
 
 
-def _text_path(encoder: str, rest: str) -> str | None:
-    found = (_T5_PATH if encoder == "t5xxl" else _CLIP_PATH).fullmatch(rest)
+def _text_path(row: TextEncoder, rest: str) -> str | None:
+    found = row.path.fullmatch(rest)
     return ".".join(filter(None, found.groups())) if found else None
 
 
