@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from graft.training.adapters.build import ADAPTERS, build_adapters
 from graft.training.adapters.preset import apply_preset
 from graft.training.config import AdapterConfig
+from graft.training.data.latent_file import read_latent_header, read_latents
 from graft.training.family import FAMILIES, family_named, family_of, target_presets
 from graft.training.files.lora.initial_weights import build_initial_weights, config_from_file, match_layers
 from graft.training.files.lora.metadata import lora_metadata
@@ -90,6 +92,13 @@ def test_a_lora_file_without_metadata_is_known_by_its_layers(made_up_model, tmp_
 def test_a_preset_of_lycoris_names_the_modules_of_a_model(made_up_model):
     preset = '{"unet_target_module": ["MadeUpModule"]}'
     assert apply_preset(preset, AdapterConfig()).include == ("input_blocks.*",)
+
+
+def test_latent_files_of_a_model_are_read(made_up_model, tmp_path):
+    path = tmp_path / "anna_0016x0016_madeup.npz"
+    np.savez(path, latents=np.ones((4, 2, 2), np.float32), original_size=np.array((16, 16)))
+    assert read_latent_header(path).width == 16
+    assert (read_latents(path, (16, 16), (4, 2, 2)) == 1.0).all()
 
 
 # An adapter

@@ -115,9 +115,14 @@ class Family:
     caption: Caption | None = None
     """What the network is given for one caption; None where `graft plan` cannot plan without the encoder."""
 
-    # Job files of ai-toolkit
+    # Files of other trainers
+    latents: str = ""
+    """What sd-scripts calls it in the names of its latent files; empty where it caches none."""
+    latent_scale: tuple[float, float] = (1.0, 0.0)
+    """(scale, shift) of these files: they hold (latents - shift) * scale. Flux's VAE does it itself
+    (black-forest-labs/flux, AutoEncoder.encode); ComfyUI's does not, so its latents are without."""
     arch: tuple[str, ...] = ()
-    """Its names under `model.arch`."""
+    """Its names under `model.arch` of ai-toolkit's job files."""
     own_shift: bool = False
     """Whether Graft's shift follows another rule than ai-toolkit's, so that "shift" is refused."""
     bypasses_guidance: bool = False
@@ -177,6 +182,12 @@ def target_presets() -> list[str]:
 def architectures() -> dict[str, Family]:
     """Return the families by ai-toolkit's names for them."""
     return {arch: family for family in FAMILIES.values() for arch in family.arch}
+
+
+def latent_scales() -> dict[str, tuple[float, float]]:
+    """Return every family's `latent_scale` by sd-scripts' name for it, "" for files of SD1.5 and SDXL."""
+    named = {family.latents: family.latent_scale for family in FAMILIES.values() if family.latents}
+    return {"": (1.0, 0.0), **named}
 
 
 def preset_modules() -> dict[str, tuple[str, ...]]:
@@ -291,6 +302,7 @@ _SDXL = Family(
     layer_sign=r"attn2[._]to_[kv]",
     clip_type="STABLE_DIFFUSION",
     caption=Caption(77, 2048, 1280),
+    latents="sdxl",
 )
 _SD1 = replace(
     _SDXL,
@@ -302,6 +314,7 @@ _SD1 = replace(
     resolution=512,
     implementation="https://github.com/CompVis/stable-diffusion",
     caption=Caption(77, 768),
+    latents="sd",
 )
 _SD3 = Family(
     name="SD3",
@@ -321,6 +334,7 @@ _SD3 = Family(
     layer_sign="joint_blocks",
     clip_type="SD3",
     caption=Caption(154, 4096, 2048),
+    latents="sd3",
 )
 _FLUX = Family(
     name="Flux.1 Dev",
@@ -349,6 +363,8 @@ _FLUX = Family(
     layer_sign="double_blocks|single_(transformer_)?blocks",
     clip_type="FLUX",
     caption=Caption(512, 4096, 768),
+    latents="flux",
+    latent_scale=(0.3611, 0.1159),
 )
 _FLUX2 = replace(
     _FLUX,
@@ -361,6 +377,7 @@ _FLUX2 = replace(
     export="flux2",
     clip_type="FLUX2",
     caption=None,
+    latents="",
 )
 _LUMINA2 = Family(
     name="Lumina 2",
@@ -375,6 +392,8 @@ _LUMINA2 = Family(
     export="lumina2",
     layer_sign="noise_refiner|context_refiner",
     clip_type="LUMINA2",
+    latents="lumina",
+    latent_scale=(0.3611, 0.1159),
 )
 
 _GENERIC_ROWS = {

@@ -66,6 +66,8 @@ MODEL = Family(
     caption=Caption(77, 768),
     arch=("made_up", "made_up_large"),
     own_shift=True,
+    latents="madeup",
+    latent_scale=(2.0, 0.5),
     notes=("made up",),
 )
 """For a network of SD1.5's size."""

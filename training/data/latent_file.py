@@ -12,7 +12,7 @@ picture is cut by up to a bucket step more.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
@@ -24,28 +24,18 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from ..family import latent_scales
 from ..files.input_file import require_ordinary
 from .bucket import Size
 from .image import mask_from_array
 from .image_file import BadImage, Header, require_size
 
 CELL = 8
-"""Pixels per latent cell, along one side, of every VAE in _SCALES."""
+"""Pixels per latent cell, along one side, of every VAE whose latents sd-scripts caches."""
 _EXTENSION = ".npz"
 _TEXT_ENDINGS = ("_te", "_te_outputs")
 """How the names of cached text encodings end."""
 _NAME = re.compile(r"(.+)_\d{4,}x\d{4,}_([a-z0-9]+)")
-_FLUX = (0.3611, 0.1159)
-_SCALES: Mapping[str, tuple[float, float]] = {
-    "": (1.0, 0.0),
-    "sd": (1.0, 0.0),
-    "sdxl": (1.0, 0.0),
-    "sd3": (1.0, 0.0),
-    "flux": _FLUX,
-    "lumina": _FLUX,
-}
-"""Architecture in a name -> (scale, shift): stored is (latents - shift) * scale. Flux's VAE does it itself
-(black-forest-labs/flux, AutoEncoder.encode); ComfyUI's does not, so its latents are without."""
 _REMEDY = "put the picture itself beside it, to be encoded anew, or remove the file"
 
 
@@ -72,7 +62,7 @@ def read_latent_header(path: Path) -> Header:
 
     Raises BadImage if they cannot be used.
     """
-    if (architecture := architecture_of(path.name)) not in _SCALES:
+    if (architecture := architecture_of(path.name)) not in latent_scales():
         raise BadImage(f"how latents of {architecture!r} are scaled is not known; {_REMEDY}")
     with _opened(path) as archive:
         sizes = _sizes(archive)
@@ -91,7 +81,7 @@ def read_latents(path: Path, size: Size, shape: tuple[int, ...]) -> Tensor:
 
     Raises BadImage if the file does not hold them, or they are of another shape or not finite.
     """
-    scale, shift = _SCALES[architecture_of(path.name)]
+    scale, shift = latent_scales()[architecture_of(path.name)]
     with _opened(path) as archive:
         key = f"latents{_sizes(archive)[size]}"
         found, _ = _kind(archive, key)
