@@ -28,7 +28,7 @@ from graft.nodes.widgets import added, widget
 from graft.tests.contracts.make import HERE, TRAIN_STEPS
 from graft.training import config as settings
 from graft.training.comfy.files import paths
-from graft.training.comfy.files.initial_lora import first_state
+from graft.training.comfy.files.initial_lora import save_initial_state
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.loading import load_base
 from graft.training.comfy.run import shown_run as shown
@@ -198,7 +198,7 @@ def test_a_loras_metadata_say_what_it_was_trained_on(starter):
 def test_a_lora_is_read_bit_for_bit_by_starting_from_it_and_by_comfyuis_loader(starter):
     assert lora_digest(read_lora(LORA)) == KNOWN["lora"]
     config = AdapterConfig(start_from=LORA.name, include=("*joint_blocks.0.x_block*",))
-    handle, left_out = first_state(starter, config, seed=0)
+    handle, left_out = save_initial_state(starter, config, seed=0)
     state, tensors = handle.load(), load_file(LORA)
     assert handle.path.name == KNOWN["start"] and not left_out and handle.step == 0
     written = lora_tensors(state, starter.family)

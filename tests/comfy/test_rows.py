@@ -21,7 +21,7 @@ from graft.training.adapters.select import select
 from graft.training.comfy.files.initial_lora import save_initial_state
 from graft.training.comfy.files.trained_lora import lora_model
 from graft.training.comfy.model.denoiser import ComfyDenoiser
-from graft.training.comfy.model.differentiable import differentiable
+from graft.training.comfy.model.differentiable import make_differentiable
 from graft.training.comfy.model.loading import clip_type
 from graft.training.comfy.run.notes import run_notes
 from graft.training.config import TrainConfig
@@ -100,7 +100,7 @@ def test_a_models_blocks_that_change_in_place_are_differentiable(made_up_model):
     x, block = torch.randn(2, 4, requires_grad=True), MadeUpBlock()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         block(x * 1).sum().backward()
-    with differentiable(block):
+    with make_differentiable(block):
         block(x * 1).sum().backward()
     expected = torch.autograd.grad((x + block.norm(x).square()).sum(), x)[0]
     assert torch.allclose(x.grad, expected)

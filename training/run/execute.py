@@ -16,8 +16,6 @@ from types import MappingProxyType
 
 from .. import distributed
 from ..config import TrainConfig, digest, to_dict
-from ..files.lora.metadata import lora_metadata
-from ..files.lora.write import lora_tensors, write_lora
 from ..log import log
 from ..loop import Handles, OnStep, Progress, ignore, initial_state, train
 from ..model import Dataset, Denoiser, Samples

@@ -11,8 +11,8 @@ from types import TracebackType
 import torch
 
 from ..family import Family
-from ..files.lora.metadata import lora_metadata, write_lora
-from ..files.lora.read import lora_tensors
+from ..files.lora.metadata import lora_metadata
+from ..files.lora.write import lora_tensors, write_lora
 from ..live_state import MidStep
 from ..log import log
 from ..loop import STOP, Handles, OnStep, Progress

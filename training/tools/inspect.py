@@ -6,9 +6,8 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from ..files.lora.read import LoraFile
 from ..family import FAMILIES, Family
-from ..files.lora.read import LoraFile, LoraLayer, read_lora
+from ..files.lora.read import LoraFile, LoraLayer
 
 
 @dataclass(frozen=True)
