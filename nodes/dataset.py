@@ -31,8 +31,8 @@ def _common_inputs() -> list[Any]:
         io.String.Input(
             "trigger",
             default="",
-            tooltip="A word of your own that will call up what is learned: put before every caption, or where "
-            "it says [trigger].",
+            tooltip="A word of your own that will call up what is learned: put before every caption, or "
+            "where it says [trigger].",
         ),
         io.Combo.Input(
             "missing_captions",
@@ -296,7 +296,7 @@ class SplitDataset(Node):
 
     @classmethod
     def execute(cls, dataset: Any, fraction: float, names: str) -> io.NodeOutput:
-        return io.NodeOutput(*encoded(dataset).split(SplitConfig(fraction, lines(names))))
+        return io.NodeOutput(*encoded(dataset).split(SplitConfig(fraction=fraction, names=lines(names))))
 
 
 def _config(

@@ -135,12 +135,12 @@ class BuildLora(Node):
         start_size: str = next(iter(SIZES)),
     ) -> io.NodeOutput:
         config = AdapterConfig(
-            algorithm,
-            rank,
-            alpha,
-            targets,
-            lines(include),
-            lines(exclude),
+            algorithm=algorithm,
+            rank=rank,
+            alpha=alpha,
+            targets=targets,
+            include=lines(include),
+            exclude=lines(exclude),
             text_encoder=text_encoder,
             start_from="" if start_from == NONE else start_from,
             start_size=SIZES[start_size],

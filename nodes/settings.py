@@ -288,7 +288,7 @@ class OptimizerSettings(Node):
             TrainConfig(
                 gradient_accumulation=gradient_accumulation,
                 optimizer=OptimizerConfig(
-                    optimizer,
+                    name=optimizer,
                     weight_decay=w["weight_decay"],
                     max_grad_norm=w["max_grad_norm"],
                     betas=(beta1, beta2),
@@ -297,9 +297,13 @@ class OptimizerSettings(Node):
                     weights=w["weights"],
                 ),
                 schedule=ScheduleConfig(
-                    schedule, w["warmup_steps"], floor=w["floor"], cycles=w["cycles"], power=w["power"]
+                    name=schedule,
+                    warmup_steps=w["warmup_steps"],
+                    floor=w["floor"],
+                    cycles=w["cycles"],
+                    power=w["power"],
                 ),
-                ema=EmaConfig(ema_decay, ema_power),
+                ema=EmaConfig(decay=ema_decay, power=ema_power),
             )
         )
 

@@ -98,8 +98,8 @@ def test_a_setting_is_said_to_have_no_effect_exactly_where_training_does_not_cha
 def test_the_sentence_says_what_is_needed():
     found = TrainConfig(
         adapter=AdapterConfig(rank=8, algorithms=(("*mlp*", "lora"),), factor=4),
-        optimizer=OptimizerConfig("lion", eps=1e-6),
-        schedule=ScheduleConfig("cosine", cycles=3),
+        optimizer=OptimizerConfig(name="lion", eps=1e-6),
+        schedule=ScheduleConfig(name="cosine", cycles=3),
         objective=ObjectiveConfig(std=2.0),
     )
     assert idle_notes(run_settings(found, FAMILY), run_settings(TrainConfig())) == [

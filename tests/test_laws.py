@@ -24,7 +24,7 @@ CONFIG = TrainConfig(
     seed=7,
     adapter=AdapterConfig(rank=4, alpha=2.0, targets="all"),
     optimizer=OptimizerConfig(lr=1e-3),
-    schedule=ScheduleConfig("cosine", warmup_steps=2, total_steps=20),
+    schedule=ScheduleConfig(name="cosine", warmup_steps=2, total_steps=20),
 )
 
 
@@ -96,7 +96,7 @@ def test_the_losses_of_a_run_are_those_of_its_micro_batches_one_after_another():
 
 
 def test_a_step_is_taken_at_the_rate_of_the_schedule():
-    start, sgd = initial_state(TinyDenoiser(), CONFIG), OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
+    start, sgd = initial_state(TinyDenoiser(), CONFIG), OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.0)
     moved = []
     for schedule in (ScheduleConfig(), ScheduleConfig(warmup_steps=2)):
         state = run(steps=1, config=dataclasses.replace(CONFIG, optimizer=sgd, schedule=schedule))

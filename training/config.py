@@ -38,7 +38,7 @@ def added(default: C) -> C:
     return field(default=default, metadata={ADDED: True})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
     """What is trained: which method, how large, on which layers.
 
@@ -143,7 +143,7 @@ class AdapterConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How the adapter's weights move."""
 
@@ -181,7 +181,7 @@ class OptimizerConfig:
         require(self.max_grad_norm >= 0, f"max_grad_norm must not be negative, got {self.max_grad_norm}.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate's course over the whole run, as a multiple of `OptimizerConfig.lr`."""
 
@@ -204,7 +204,7 @@ class ScheduleConfig:
         require(math.isfinite(self.power) and self.power > 0, f"power must be above 0, got {self.power}.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EmaConfig:
     """A moving average of the weights, kept beside them: smoother, and often better, than the last step's."""
 
@@ -218,7 +218,7 @@ class EmaConfig:
         require(self.power > 0, f"EMA power must be above 0, got {self.power}; 0.75 is usual.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
     """When held-out images are measured during a run, and when the run has learned enough."""
 
@@ -238,7 +238,7 @@ class ValidationConfig:
         require(self.every > 0 or not self.patience, "patience needs validation: set the steps between two.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """How often a run saves itself, and what it keeps. Decides nothing about the result."""
 
@@ -260,7 +260,7 @@ class CheckpointConfig:
         require(self.keep >= 1, f"at least one checkpoint must be kept, got {self.keep}.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """Which noise levels are practised, what noise is added, and how the error counts.
 
@@ -357,7 +357,7 @@ class ObjectiveConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """Where things are kept and in which precision they are computed."""
 
@@ -386,7 +386,7 @@ class MemoryConfig:
         return replace(self, checkpointing="auto", base=self.base if rounds else "auto", budget_gb=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One run. Equal configs, datasets, bases and starts give equal results: bit for bit where kernels add in
     one order, as on the CPU."""

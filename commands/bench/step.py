@@ -107,8 +107,8 @@ def graft(checkpointing: str, base: str = "resident", *, compile: bool = False) 
         from ...training.loop import train
 
         denoiser = ComfyDenoiser(bench.patcher)
-        memory = MemoryConfig("bf16", checkpointing, base=base, compile=compile)
-        config = TrainConfig(bench.size, adapter=AdapterConfig(rank=bench.rank), memory=memory)
+        memory = MemoryConfig(dtype="bf16", checkpointing=checkpointing, base=base, compile=compile)
+        config = TrainConfig(batch_size=bench.size, adapter=AdapterConfig(rank=bench.rank), memory=memory)
 
         def steps(count: int) -> list[float]:
             moments: list[float] = []

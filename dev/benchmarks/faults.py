@@ -153,9 +153,9 @@ def train(folder: Path, optimizer: str, steps: int) -> str:
         batch_size=2,
         gradient_accumulation=2,
         adapter=c.AdapterConfig(rank=4, targets="all", dropout=0.1),
-        optimizer=c.OptimizerConfig(optimizer, lr=1.0 if optimizer == "prodigy" else 1e-3),
-        schedule=c.ScheduleConfig("cosine", warmup_steps=3, total_steps=steps),
-        ema=c.EmaConfig(0.0 if averages else 0.9),
+        optimizer=c.OptimizerConfig(name=optimizer, lr=1.0 if optimizer == "prodigy" else 1e-3),
+        schedule=c.ScheduleConfig(name="cosine", warmup_steps=3, total_steps=steps),
+        ema=c.EmaConfig(decay=0.0 if averages else 0.9),
         validation=c.ValidationConfig(every=10),
     )
     run = Run(folder, c.CheckpointConfig(minutes=0))

@@ -56,7 +56,7 @@ def measure(optimizers: list[str], steps: int) -> dict[str, Any]:
             chosen = TrainConfig(
                 batch_size=BATCH_SIZE,
                 adapter=AdapterConfig(rank=RANK),
-                optimizer=OptimizerConfig(name, lr=LR),
+                optimizer=OptimizerConfig(name=name, lr=LR),
             )
             began = time.perf_counter()
             state = train(denoiser, dataset, chosen, None, steps=steps)

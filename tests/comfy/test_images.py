@@ -46,8 +46,10 @@ def test_what_the_node_does_not_use_of_what_it_is_given_is_said_on_it(graft_node
         return node.execute([torch.ones(1, 64, 64, 3)], ["a"], **given).ui["text"][0]
 
     masks = [torch.ones(1, 64, 64)]
-    assert "connected masks have no effect with masks off" in said(masks, mask=MaskConfig("off"))
-    assert "connected masks have no effect with masks alpha" in said(masks, mask=MaskConfig("alpha"))
-    files = said(None, caption=CaptionConfig("txt"))
+    assert "connected masks have no effect with masks off" in said(masks, mask=MaskConfig(source="off"))
+    assert "connected masks have no effect with masks alpha" in said(masks, mask=MaskConfig(source="alpha"))
+    files = said(None, caption=CaptionConfig(source="txt"))
     assert "captions_from txt has no effect with images from the graph." in files
-    assert "no effect" not in said(masks, mask=MaskConfig("auto")) + said(None, mask=MaskConfig("off"))
+    assert "no effect" not in said(masks, mask=MaskConfig(source="auto")) + said(
+        None, mask=MaskConfig(source="off")
+    )

@@ -387,7 +387,7 @@ def test_a_distilled_base_is_a_warning_that_names_the_remedy(name, file, words):
 def test_a_run_says_which_settings_do_nothing_in_it():
     denoiser = ComfyDenoiser(TINY["flux"]())
     config = TrainConfig(
-        optimizer=OptimizerConfig("prodigy", lr=1e-4),
+        optimizer=OptimizerConfig(name="prodigy", lr=1e-4),
         schedule=ScheduleConfig(warmup_steps=10),
         objective=ObjectiveConfig(shift=3.0, resolution_shift="flux"),
     )

@@ -164,7 +164,7 @@ def test_the_transparency_in_the_file_is_a_mask_where_the_settings_take_it(tmp_p
     write(tmp_path / "set", "a.npz", alpha_mask=np.kron(opacity, np.ones((scale, scale), np.float32)))
     masks = {}
     for source in ("file", "auto", "alpha"):
-        dataset = encoded(tmp_path / "set", replace(EXACT, mask=MaskConfig(source)))
+        dataset = encoded(tmp_path / "set", replace(EXACT, mask=MaskConfig(source=source)))
         masks[source] = dataset.batch(1, seed=0, index=0).masks
     assert masks["file"] is None
     assert masks["auto"].tolist() == masks["alpha"].tolist() == [[opacity.tolist()]]
@@ -251,7 +251,7 @@ def test_a_scan_refuses_what_cannot_be_trained_with_its_reason(tmp_path, name, c
 )
 def test_encoding_refuses_what_the_model_cannot_take(tmp_path, latents, more, reason):
     write(tmp_path / "set", "a.npz", latents=latents, **more)
-    config = replace(EXACT, mask=MaskConfig("alpha"))
+    config = replace(EXACT, mask=MaskConfig(source="alpha"))
     with pytest.raises(ValueError, match=rf"a\.npz: .*{reason}"):
         encoded(tmp_path / "set", config)
     add(tmp_path / "set", "b.png")

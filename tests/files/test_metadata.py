@@ -73,7 +73,7 @@ def test_every_setting_that_is_not_the_default_is_written_down(dataset):
         objective=ObjectiveConfig(
             loss="pseudo-huber", weighting="min-snr", guidance=3.5, min_noise=0.1, max_noise=0.9
         ),
-        memory=MemoryConfig("fp32", checkpointing="none"),
+        memory=MemoryConfig(dtype="fp32", checkpointing="none"),
     )
     found = run_metadata(config, dataset, FAMILIES["Flux"], Flow(), name="kitty")
     expected = {

@@ -47,11 +47,11 @@ def test_the_forward_pass_is_in_the_models_own_format_unless_set():
     denoiser = TinyDenoiser()
     denoiser.dtypes = (torch.float16, torch.bfloat16)
     assert compute_dtype(MemoryConfig(), denoiser) == torch.float16
-    assert compute_dtype(MemoryConfig("bf16"), denoiser) == torch.bfloat16
+    assert compute_dtype(MemoryConfig(dtype="bf16"), denoiser) == torch.bfloat16
 
 
 def test_a_format_that_the_model_cannot_be_computed_in_is_refused_by_name():
     denoiser = TinyDenoiser()
     denoiser.dtypes = (torch.bfloat16, torch.float32)
     with pytest.raises(ValueError, match="precision: tiny cannot be computed in fp16.*one of bf16, fp32"):
-        train(denoiser, TinyDataset(), TrainConfig(memory=MemoryConfig("fp16")), None, steps=1)
+        train(denoiser, TinyDataset(), TrainConfig(memory=MemoryConfig(dtype="fp16")), None, steps=1)

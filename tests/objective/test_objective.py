@@ -107,9 +107,9 @@ def test_schedule_levels_are_the_models_own_sigmas_uniformly_in_time():
 
 def test_schedule_levels_of_a_flow_are_not_shifted_twice():
     family = dataclasses.replace(FAMILY, shift=3.0, resolution_shift="sd3")
-    assert shift_for(1024, ObjectiveConfig("schedule"), family) == 1.0
-    assert shift_for(1024, ObjectiveConfig("schedule", shift=2.0), family) == 2.0
-    assert shift_for(4096, ObjectiveConfig("schedule", resolution_shift="sd3"), family) == 3.0
+    assert shift_for(1024, ObjectiveConfig(sigmas="schedule"), family) == 1.0
+    assert shift_for(1024, ObjectiveConfig(sigmas="schedule", shift=2.0), family) == 2.0
+    assert shift_for(4096, ObjectiveConfig(sigmas="schedule", resolution_shift="sd3"), family) == 3.0
 
 
 def test_levels_of_models_that_are_no_flow_are_positions_in_their_schedule():

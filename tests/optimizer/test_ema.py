@@ -18,7 +18,7 @@ from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
 from ..test_laws import CONFIG, assert_same
 from ..test_laws import run as train
 
-AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(0.9))
+AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.9))
 
 
 def test_the_average_is_its_formula():
@@ -41,7 +41,7 @@ def test_the_average_is_its_formula():
 
 
 def test_the_share_that_is_kept_rises_to_its_limit():
-    shares = [decay_at(EmaConfig(0.99), step) for step in (0, 1, 10, 1000)]
+    shares = [decay_at(EmaConfig(decay=0.99), step) for step in (0, 1, 10, 1000)]
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 0.99
 
 
@@ -87,4 +87,4 @@ def test_a_measurement_with_the_average_leaves_the_trained_weights_in_place():
 
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="below 1"):
-        EmaConfig(1.0)
+        EmaConfig(decay=1.0)

@@ -49,7 +49,7 @@ every_row = pytest.mark.parametrize("name", OPTIMIZERS)
 def settings(name, **options):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])
-    return OptimizerConfig(name, lr=RATES.get(name, 3e-3), **options)
+    return OptimizerConfig(name=name, lr=RATES.get(name, 3e-3), **options)
 
 
 def parameters(shapes=SHAPES):
@@ -71,7 +71,13 @@ def step(weights, optimizer, count, lr, first=0):
 
 @every_row
 def test_training_resumed_from_disk_equals_uninterrupted_training(name, tmp_path):
-    config = TrainConfig(2, 2, 3, AdapterConfig(rank=4, targets="all"), settings(name))
+    config = TrainConfig(
+        batch_size=2,
+        gradient_accumulation=2,
+        seed=3,
+        adapter=AdapterConfig(rank=4, targets="all"),
+        optimizer=settings(name),
+    )
     save_state(train(steps=3, config=config), tmp_path)
     assert_same(train(load_state(tmp_path), steps=3, config=config), train(steps=6, config=config))
 
@@ -199,7 +205,13 @@ def test_prodigy_and_schedule_free_remember_what_belongs_to_all_parameters():
 
 
 def test_schedule_free_training_draws_with_the_average_and_keeps_both():
-    config = TrainConfig(2, 1, 0, AdapterConfig(rank=4), settings("schedule-free-adamw"))
+    config = TrainConfig(
+        batch_size=2,
+        gradient_accumulation=1,
+        seed=0,
+        adapter=AdapterConfig(rank=4),
+        optimizer=settings("schedule-free-adamw"),
+    )
     state = train(steps=5, config=config)
     name = next(name for name in state.weights if name.endswith("up"))
     x, y, z = state.weights[name], *(state.optimizer.tensors[f"{name}.{key}"] for key in ("trained", "z"))
@@ -220,9 +232,11 @@ def test_parameters_have_learning_rates_of_their_own():
 
 
 def test_a_rate_that_is_none_for_prodigy_is_told():
-    [note] = optimizer_notes(OptimizerConfig("prodigy", lr=1e-4))
+    [note] = optimizer_notes(OptimizerConfig(name="prodigy", lr=1e-4))
     assert "by the learning rate of 0.0001, so hardly anything is learned; 1 is usual" in note
-    assert optimizer_notes(OptimizerConfig("prodigy", lr=1.0)) == optimizer_notes(OptimizerConfig()) == []
+    assert (
+        optimizer_notes(OptimizerConfig(name="prodigy", lr=1.0)) == optimizer_notes(OptimizerConfig()) == []
+    )
 
 
 def test_prodigy_refuses_several_learning_rates():
@@ -233,7 +247,7 @@ def test_prodigy_refuses_several_learning_rates():
 def test_lion_follows_its_paper():
     p = nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = build_optimizer(
-        {"p": p}, OptimizerConfig("lion", lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+        {"p": p}, OptimizerConfig(name="lion", lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
     )
     for gradient in ([0.5, -3.0], [-0.04, 1.0]):
         p.grad = torch.tensor(gradient)
@@ -245,7 +259,7 @@ def test_lion_follows_its_paper():
 
 def test_sgd_has_the_first_beta_as_its_momentum():
     p = nn.Parameter(torch.zeros(2))
-    config = OptimizerConfig("sgd", lr=0.1, betas=(0.5, 0.9), weight_decay=0.0)
+    config = OptimizerConfig(name="sgd", lr=0.1, betas=(0.5, 0.9), weight_decay=0.0)
     optimizer = build_optimizer({"p": p}, config)
     for _ in range(2):
         p.grad = torch.tensor([1.0, -2.0])
@@ -255,7 +269,7 @@ def test_sgd_has_the_first_beta_as_its_momentum():
 
 def test_stable_adamw_follows_its_paper():
     p, eps = nn.Parameter(torch.tensor([1.0, -2.0])), 0.01
-    config = OptimizerConfig("stable-adamw", lr=0.1, betas=(0.9, 0.99), eps=eps, weight_decay=0.5)
+    config = OptimizerConfig(name="stable-adamw", lr=0.1, betas=(0.9, 0.99), eps=eps, weight_decay=0.5)
     optimizer = build_optimizer({"p": p}, config)
     expected, m, v = p.detach().clone(), 0.0, 0.0
     for t, gradient in enumerate(([0.5, -0.003], [-0.4, 1.0], [3.0, 0.2], [0.01, 0.1]), 1):
@@ -270,7 +284,7 @@ def test_stable_adamw_follows_its_paper():
 
 def test_stable_adamw_shortens_the_step_of_a_sudden_gradient():
     p = nn.Parameter(torch.zeros(4))
-    optimizer = build_optimizer({"p": p}, OptimizerConfig("stable-adamw", lr=0.1, weight_decay=0.0))
+    optimizer = build_optimizer({"p": p}, OptimizerConfig(name="stable-adamw", lr=0.1, weight_decay=0.0))
     for _ in range(50):
         p.grad = torch.full_like(p, 0.01)
         optimizer.step()
@@ -285,7 +299,7 @@ def test_stable_adamw_shortens_the_step_of_a_sudden_gradient():
 
 def test_adafactor_takes_the_learning_rate_as_given():
     p = nn.Parameter(torch.zeros(8, 8))
-    optimizer = build_optimizer({"p": p}, OptimizerConfig("adafactor", lr=0.01, weight_decay=0.0))
+    optimizer = build_optimizer({"p": p}, OptimizerConfig(name="adafactor", lr=0.01, weight_decay=0.0))
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert torch.allclose(p, torch.full_like(p, -0.01), rtol=1e-3)
@@ -293,7 +307,7 @@ def test_adafactor_takes_the_learning_rate_as_given():
 
 def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'adam' is unknown; choose one of adamw, adamw8bit"):
-        build_optimizer(parameters(), OptimizerConfig("adam"))
+        build_optimizer(parameters(), OptimizerConfig(name="adam"))
 
 
 @pytest.mark.parametrize(("name", "package"), PACKAGES.items())
@@ -307,12 +321,18 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(name, pack
 
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ValueError, match=f"pip install {package}"):
-        build_optimizer(parameters(), OptimizerConfig(name, lr=1.0))
+        build_optimizer(parameters(), OptimizerConfig(name=name, lr=1.0))
 
 
 def test_bf16_weights_are_rounded_in_training_and_resume_bit_equal(tmp_path):
     for name in ("adamw", "schedule-free-adamw"):
-        config = TrainConfig(2, 1, 0, AdapterConfig(rank=4), settings(name, weights="bf16"))
+        config = TrainConfig(
+            batch_size=2,
+            gradient_accumulation=1,
+            seed=0,
+            adapter=AdapterConfig(rank=4),
+            optimizer=settings(name, weights="bf16"),
+        )
         state = train(steps=3, config=config)
         trained = [state.optimizer.tensors.get(f"{key}.trained", state.weights[key]) for key in state.weights]
         assert all(torch.equal(w.bfloat16().float(), w) and w.dtype == torch.float32 for w in trained)
@@ -385,7 +405,13 @@ def test_bf16_weights_learn_what_float32_weights_learn():
     losses = {}
     for weights in ("fp32", "bf16"):
         optimizer = OptimizerConfig(lr=3e-4, weights=weights)
-        config = TrainConfig(4, 1, 0, AdapterConfig(rank=4, targets="all"), optimizer)
+        config = TrainConfig(
+            batch_size=4,
+            gradient_accumulation=1,
+            seed=0,
+            adapter=AdapterConfig(rank=4, targets="all"),
+            optimizer=optimizer,
+        )
         losses[weights] = sum(train(steps=40, config=config).losses[-10:])
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
 
@@ -394,7 +420,7 @@ def test_bf16_weights_learn_what_float32_weights_learn():
 def test_ema_and_max_norm_beside_an_averaging_optimizer_are_refused(max_norm, decay, setting):
     adapter, optimizer = AdapterConfig(rank=4, max_norm=max_norm), settings("schedule-free-adamw")
     with pytest.raises(ValueError, match=f"averages the weights itself; set the {setting} to 0"):
-        train(steps=1, config=TrainConfig(adapter=adapter, optimizer=optimizer, ema=EmaConfig(decay)))
+        train(steps=1, config=TrainConfig(adapter=adapter, optimizer=optimizer, ema=EmaConfig(decay=decay)))
 
 
 class Overflowing(TinyDenoiser):
@@ -418,7 +444,12 @@ class Overflowing(TinyDenoiser):
 
 def fp16(limit, steps, state=None):
     config = TrainConfig(
-        2, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-3), memory=MemoryConfig("fp16")
+        batch_size=2,
+        gradient_accumulation=1,
+        seed=0,
+        adapter=AdapterConfig(rank=4),
+        optimizer=OptimizerConfig(lr=1e-3),
+        memory=MemoryConfig(dtype="fp16"),
     )
     denoiser = Overflowing()
     denoiser.limit = limit
@@ -428,7 +459,13 @@ def fp16(limit, steps, state=None):
 def test_loss_scaling_changes_nothing_but_the_scale():
     scaled = fp16(torch.inf, 3)
     assert scaled.loss_scale.value == 65536 and scaled.loss_scale.clean == 3
-    plain = TrainConfig(2, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-3))
+    plain = TrainConfig(
+        batch_size=2,
+        gradient_accumulation=1,
+        seed=0,
+        adapter=AdapterConfig(rank=4),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
     unscaled = train(steps=3, config=plain, denoiser=Overflowing())
     assert scaled.losses == pytest.approx(unscaled.losses, rel=1e-6)
     assert all(torch.allclose(scaled.weights[n], unscaled.weights[n], atol=1e-7) for n in scaled.weights)
@@ -441,7 +478,12 @@ def test_a_network_in_half_precision_learns_what_it_does_in_float32(dtype):
         denoiser = TinyDenoiser()
         denoiser.module.blocks[0].register_forward_hook(lambda *call: computed.append(call[-1].dtype))
         config = TrainConfig(
-            4, 1, 0, AdapterConfig(rank=4), OptimizerConfig(lr=1e-2), memory=MemoryConfig(name)
+            batch_size=4,
+            gradient_accumulation=1,
+            seed=0,
+            adapter=AdapterConfig(rank=4),
+            optimizer=OptimizerConfig(lr=1e-2),
+            memory=MemoryConfig(dtype=name),
         )
         losses[name] = train(steps=20, config=config, denoiser=denoiser).losses
     assert computed == [DTYPES[dtype]] * 20 + [torch.float32] * 20
@@ -451,10 +493,12 @@ def test_a_network_in_half_precision_learns_what_it_does_in_float32(dtype):
 
 def test_gradients_are_as_large_as_without_a_loss_scale():
     """Adam and clipping to a norm hide a factor; plain SGD does not."""
-    sgd = OptimizerConfig("sgd", lr=0.01, max_grad_norm=0.0, weight_decay=0.0)
-    config = TrainConfig(2, 1, 0, AdapterConfig(rank=4), sgd)
+    sgd = OptimizerConfig(name="sgd", lr=0.01, max_grad_norm=0.0, weight_decay=0.0)
+    config = TrainConfig(
+        batch_size=2, gradient_accumulation=1, seed=0, adapter=AdapterConfig(rank=4), optimizer=sgd
+    )
     plain = train(steps=3, config=config, denoiser=Overflowing())
-    half = dataclasses.replace(config, memory=MemoryConfig("fp16"))
+    half = dataclasses.replace(config, memory=MemoryConfig(dtype="fp16"))
     scaled = train(steps=3, config=half, denoiser=Overflowing())
     assert all(torch.allclose(scaled.weights[n], plain.weights[n], atol=1e-7) for n in plain.weights)
 

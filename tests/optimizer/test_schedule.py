@@ -20,7 +20,7 @@ FORMULAS = {
 
 
 def config(name, **options):
-    return ScheduleConfig(name, total_steps=100, cycles=3, power=2.0, **options)
+    return ScheduleConfig(name=name, total_steps=100, cycles=3, power=2.0, **options)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -45,22 +45,22 @@ def test_a_schedule_ends_at_its_floor_and_stays_there(name):
 
 
 def test_restarts_begin_again_at_full_rate():
-    course = ScheduleConfig("restarts", total_steps=90, cycles=3)
+    course = ScheduleConfig(name="restarts", total_steps=90, cycles=3)
     assert [multiplier(course, step) for step in (0, 30, 60)] == [1.0, 1.0, 1.0]
     assert multiplier(course, 29) < 0.01
 
 
 def test_a_decay_without_a_length_and_an_unknown_name_are_refused():
     with pytest.raises(ValueError, match="needs total steps"):
-        multiplier(ScheduleConfig("cosine"), 0)
+        multiplier(ScheduleConfig(name="cosine"), 0)
     with pytest.raises(ValueError, match="choose one of constant"):
-        multiplier(ScheduleConfig("cos"), 0)
+        multiplier(ScheduleConfig(name="cos"), 0)
 
 
 @pytest.mark.parametrize("options", [{"floor": 1.5}, {"cycles": 0}, {"power": 0.0}, {"warmup_steps": -1}])
 def test_impossible_settings_are_refused(options):
     with pytest.raises(ValueError, match="must"):
-        ScheduleConfig("cosine", **options)
+        ScheduleConfig(name="cosine", **options)
 
 
 def test_a_warm_up_that_takes_the_whole_run_is_told():

@@ -448,7 +448,7 @@ def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
 
 
 def test_a_checkpoint_has_its_lora_file(tmp_path):
-    config = dataclasses.replace(CONFIG, ema=EmaConfig(0.5))
+    config = dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.5))
     state = go(tmp_path / "kitty-0123", 2, config=config).load()
     path = tmp_path / "kitty-0123" / "loras" / "kitty-000002.safetensors"
     expected = lora_tensors(dataclasses.replace(state, weights=state.ema), FAMILY, torch.bfloat16)

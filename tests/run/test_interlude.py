@@ -33,10 +33,10 @@ def using_the_base(denoiser, seen):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "schedule-free-adamw", "prodigy", "adafactor", "adamw8bit"])
 def test_a_run_with_interludes_ends_in_the_state_of_one_without(optimizer):
-    ema = EmaConfig(0.0 if optimizer.startswith("schedule") else 0.9)
+    ema = EmaConfig(decay=0.0 if optimizer.startswith("schedule") else 0.9)
     config = dataclasses.replace(
         CONFIG,
-        optimizer=OptimizerConfig(optimizer, lr=1e-3),
+        optimizer=OptimizerConfig(name=optimizer, lr=1e-3),
         ema=ema,
         validation=ValidationConfig(every=2),
         adapter=dataclasses.replace(CONFIG.adapter, dropout=0.2),

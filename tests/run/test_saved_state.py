@@ -35,12 +35,12 @@ from ..test_laws import CONFIG, assert_same, run
 
 @pytest.fixture(scope="module")
 def state():
-    return run(steps=2, config=dataclasses.replace(CONFIG, ema=EmaConfig(0.9)))
+    return run(steps=2, config=dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.9)))
 
 
 @pytest.fixture(scope="module")
 def later(state):
-    return run(state, steps=1, config=dataclasses.replace(CONFIG, ema=EmaConfig(0.9)))
+    return run(state, steps=1, config=dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.9)))
 
 
 def test_a_state_comes_back_from_disk_bit_for_bit(state, tmp_path):

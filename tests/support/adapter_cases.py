@@ -110,7 +110,7 @@ def train_config(adapter: AdapterConfig, **changes) -> TrainConfig:
         seed=7,
         adapter=adapter,
         optimizer=OptimizerConfig(lr=1e-3),
-        schedule=ScheduleConfig("cosine", warmup_steps=2, total_steps=20),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=2, total_steps=20),
         **changes,
     )
 

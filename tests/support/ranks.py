@@ -43,12 +43,12 @@ PLAIN = TrainConfig(
     seed=7,
     adapter=AdapterConfig(rank=4, alpha=2.0, targets="all"),
     optimizer=OptimizerConfig(lr=1e-3),
-    schedule=ScheduleConfig("cosine", warmup_steps=2, total_steps=20),
+    schedule=ScheduleConfig(name="cosine", warmup_steps=2, total_steps=20),
 )
 CASES = {
     "plain": PLAIN,
     "dropout": replace(PLAIN, adapter=replace(PLAIN.adapter, dropout=0.3, module_dropout=0.3)),
-    "average": replace(PLAIN, ema=EmaConfig(0.99)),
+    "average": replace(PLAIN, ema=EmaConfig(decay=0.99)),
     "validated": replace(PLAIN, validation=ValidationConfig(every=2, patience=1)),
     "more": replace(PLAIN, gradient_accumulation=4),
     "idle": replace(PLAIN, gradient_accumulation=1),

@@ -16,7 +16,7 @@ MOST_ADDED = 2000
 """Letters of a prefix, a suffix or a trigger word."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
     """Where captions come from and what is done to them before the text encoder sees them."""
 
@@ -63,7 +63,7 @@ class CaptionConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketConfig:
     """The sizes that images are brought to: about the same area, each image at its nearest aspect ratio."""
 
@@ -100,7 +100,7 @@ class BucketConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
     """Cropping, mirroring and color jitter. None of them switches the latent cache off.
 
@@ -132,7 +132,7 @@ class AugmentConfig:
         return bool(self.brightness or self.contrast or self.saturation or self.hue)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MaskConfig:
     """Which part of the picture counts.
 
@@ -154,7 +154,7 @@ class MaskConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """One folder of images, or one batch of images from the graph."""
 
@@ -217,7 +217,7 @@ def _widgets(config: DatasetConfig, images: str) -> Values:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SplitConfig:
     """Which images are held out and never trained on."""
 
