@@ -11,7 +11,7 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
 
     require_torch()  # first: what follows does not load with an older one
 
-    from .nodes import ALL_NODES
+    from .nodes.all_nodes import ALL_NODES
     from .starter.in_comfyui import register
     from .training.comfy.run.routes import add_routes
     from .training.signals import save_at_exit

@@ -16,7 +16,7 @@ from ..training.data.config import DatasetConfig, SplitConfig
 from ..training.user_error import UserError
 from .node import Files, Node
 from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
-from .widgets import lines
+from .widgets import read, widget
 
 
 def _common_inputs() -> list[Any]:
@@ -25,36 +25,12 @@ def _common_inputs() -> list[Any]:
         io.String.Input(
             "resolution",
             default="1024",
-            tooltip="Pixels: pictures are brought to about resolution x resolution, each at its own aspect "
-            "ratio. Several, like 512, 1024, train at each.",
+            tooltip="Image size in pixels: each image is resized to about resolution x resolution, at its "
+            "own aspect ratio. Several sizes, such as 512, 1024, train every image at each.",
         ),
-        io.String.Input(
-            "trigger",
-            default="",
-            tooltip="A word of your own that will call up what is learned: put before every caption, or "
-            "where it says [trigger].",
-        ),
-        io.Combo.Input(
-            "missing_captions",
-            options=["error", "empty", "trigger"],
-            default="error",
-            tooltip="An image without a caption is an error, or has an empty one, or the trigger word alone. "
-            "A trigger goes before an empty caption too.",
-        ),
-        io.Int.Input(
-            "repeats", default=1, min=1, max=1000, tooltip="How often each image is seen in an epoch."
-        ),
-        io.Float.Input(
-            "caption_dropout",
-            default=0.0,
-            min=0.0,
-            max=1.0,
-            step=0.01,
-            tooltip="Share of the time an image is shown without its caption; 0.05 to 0.1 keeps guidance "
-            "working.",
-        ),
-        io.Boolean.Input(
-            "flip", default=False, tooltip="Show mirrored pictures too. Not for text or faces with a parting."
+        *(
+            widget(DatasetConfig, name, optional=False)
+            for name in ("trigger", "missing_captions", "repeats", "caption_dropout", "flip")
         ),
     ]
 
@@ -78,14 +54,8 @@ class LoadDataset(Node):
                     "extra_model_paths.yaml. Folders named 10_cat count ten times.",
                 ),
                 *_common_inputs(),
-                io.Boolean.Input(
-                    "recursive", default=False, tooltip="Read the folders inside the folder too."
-                ),
-                io.Boolean.Input(
-                    "skip_bad_images",
-                    default=False,
-                    tooltip="Train without unreadable images rather than stop at them.",
-                ),
+                widget(DatasetConfig, "recursive", optional=False),
+                widget(DatasetConfig, "skip_bad_images", optional=False),
                 DatasetSettings.Input("dataset_settings", optional=True),
             ],
             outputs=[Dataset.Output("dataset")],
@@ -276,51 +246,21 @@ class SplitDataset(Node):
             search_aliases=["graft", "validation", "held-out"],
             inputs=[
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
-                io.Float.Input(
-                    "fraction",
-                    default=0.1,
-                    min=0.0,
-                    max=0.9,
-                    step=0.01,
-                    tooltip="Share of the images to hold back.",
-                ),
-                io.String.Input(
-                    "names",
-                    default="",
-                    multiline=True,
-                    tooltip="Patterns of file names to hold back as well, one a line, e.g. validation/*",
-                ),
+                widget(SplitConfig, "fraction", default=0.1, optional=False),
+                widget(SplitConfig, "names", optional=False),
             ],
             outputs=[Dataset.Output("training", display_name="training"), Dataset.Output("validation")],
         )
 
     @classmethod
-    def execute(cls, dataset: Any, fraction: float, names: str) -> io.NodeOutput:
-        return io.NodeOutput(*encoded(dataset).split(SplitConfig(fraction=fraction, names=lines(names))))
+    def execute(cls, dataset: Any, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(*encoded(dataset).split(read(SplitConfig(), values)))
 
 
-def _config(
-    settings: DatasetConfig | None,
-    *,
-    resolution: str,
-    trigger: str,
-    missing_captions: Any,
-    repeats: int,
-    caption_dropout: float,
-    flip: bool,
-    recursive: bool = False,
-    skip_bad_images: bool = False,
-) -> DatasetConfig:
-    base = settings or DatasetConfig()
-    return replace(
-        base,
-        recursive=recursive,
-        repeats=repeats,
-        skip_bad=skip_bad_images,
-        caption=replace(base.caption, missing=missing_captions, trigger=trigger, dropout=caption_dropout),
-        bucket=replace(base.bucket, resolutions=_resolutions(resolution)),
-        augment=replace(base.augment, flip=flip),
-    )
+def _config(settings: DatasetConfig | None, *, resolution: str, **values: Any) -> DatasetConfig:
+    """Return the config of a dataset: what the node's widgets say, the rest from Dataset Settings."""
+    chosen = read(settings or DatasetConfig(), values)
+    return replace(chosen, bucket=replace(chosen.bucket, resolutions=_resolutions(resolution)))
 
 
 def _resolutions(text: str) -> tuple[int, ...]:

@@ -10,18 +10,16 @@ from ..training import data
 from ..training.comfy.files import job_files as jobs
 from ..training.job.graph import NODES
 from ..training.job.read import Job
+from .checkpoint_settings import CheckpointSettings
 from .dataset import JoinDatasets, LoadDataset
+from .dataset_settings import DatasetSettingsNode
 from .lora import BuildLora
 from .lora_settings import LoraSettings
+from .memory_settings import MemorySettings
 from .node import Files, Node
+from .objective_settings import ObjectiveSettings
+from .optimizer_settings import OptimizerSettingsNode
 from .pictures import SamplePromptsNode
-from .settings import (
-    CheckpointSettings,
-    DatasetSettingsNode,
-    MemorySettings,
-    ObjectiveSettings,
-    OptimizerSettings,
-)
 from .sockets import Checkpoints, Dataset, Lora, Memory, Objective, Optimizer, Samples, schema
 
 
@@ -91,7 +89,7 @@ class TrainingJob(Node):
         return io.NodeOutput(
             dataset,
             lora,
-            _value(OptimizerSettings, job, "optimizer"),
+            _value(OptimizerSettingsNode, job, "optimizer"),
             _value(ObjectiveSettings, job, "objective"),
             _value(MemorySettings, job, "memory"),
             _value(CheckpointSettings, job, "checkpoints"),

@@ -11,10 +11,16 @@ from ..training.comfy.run import checkpoint_grid as grid
 from ..training.comfy.run.notes import family_in, model_file
 from ..training.comfy.run.samples import SAMPLERS, SCHEDULERS, SamplePrompts
 from ..training.comfy.run.session import progress_bar
+from ..training.config import SampleConfig
 from ..training.run.saved_state import StateHandle
 from .node import Node
 from .sockets import Samples, State, schema
-from .widgets import lines, seed_input, widget
+from .widgets import in_order, lines, seed_input, widgets
+
+ORDER = (
+    "negative", "every", "before_training", "width", "height", "steps", "cfg", "sampler", "scheduler", "seed",
+    "walk_seed", "guidance",
+)  # fmt: skip
 
 
 class SamplePromptsNode(Node):
@@ -22,6 +28,7 @@ class SamplePromptsNode(Node):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        seed = seed_input("The same seed gives every set the same noise.", optional=True)
         return schema(
             node_id="GraftSamplePrompts",
             display_name="Sample Prompts",
@@ -29,62 +36,15 @@ class SamplePromptsNode(Node):
             "Steps and in the run's folder, and change nothing in what is trained.",
             search_aliases=["graft", "preview", "sample", "validation prompt"],
             inputs=[
-                io.Clip.Input("clip"),
-                io.Vae.Input("vae"),
+                io.Clip.Input("clip", tooltip="The text encoders."),
+                io.Vae.Input("vae", tooltip="The VAE."),
                 io.String.Input(
                     "prompts",
                     multiline=True,
                     default="",
-                    tooltip="One a line. [trigger] stands for the dataset's trigger word.",
+                    tooltip="Prompts, one per line. [trigger] stands for the dataset's trigger word.",
                 ),
-                io.String.Input(
-                    "negative", default="", multiline=True, tooltip="What the pictures should not show."
-                ),
-                widget(SamplePrompts, "every", "Optimizer steps between two sets of pictures; 0 draws none."),
-                widget(
-                    SamplePrompts,
-                    "before_training",
-                    "Draw a first set before the first step, to compare with.",
-                ),
-                io.Int.Input(
-                    "width", default=1024, min=16, max=16384, step=16, tooltip="Of a picture, in pixels."
-                ),
-                io.Int.Input(
-                    "height", default=1024, min=16, max=16384, step=16, tooltip="Of a picture, in pixels."
-                ),
-                widget(SamplePrompts, "steps", "Of the sampler.", low=1, high=10000),
-                widget(
-                    SamplePrompts,
-                    "cfg",
-                    "Guidance. 0 takes what suits the model: 1 for those distilled for it, such as Flux and "
-                    "Turbo models, 4 for others.",
-                    high=100,
-                    step=0.1,
-                ),
-                io.Combo.Input(
-                    "sampler", options=SAMPLERS, default="euler", tooltip="As in KSampler; euler suits most."
-                ),
-                io.Combo.Input(
-                    "scheduler",
-                    options=SCHEDULERS,
-                    default="simple",
-                    tooltip="As in KSampler: how the steps are spread over the noise.",
-                ),
-                seed_input("The same seed gives every set the same noise."),
-                widget(
-                    SamplePrompts,
-                    "walk_seed",
-                    "Another seed for every set. Otherwise sets differ by the training alone.",
-                ),
-                widget(
-                    SamplePrompts,
-                    "guidance",
-                    "Guidance input of guidance-distilled models (Flux Dev), as Flux Guidance sets it; "
-                    "-1 leaves the model's, 3.5 for Flux Dev.",
-                    low=-1,
-                    high=100,
-                    step=0.1,
-                ),
+                *in_order([*widgets(SampleConfig, sampler=SAMPLERS, scheduler=SCHEDULERS), seed], ORDER),
             ],
             outputs=[Samples.Output("sample_prompts")],
         )

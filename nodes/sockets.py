@@ -7,7 +7,15 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.config import AdapterConfig, CheckpointConfig, ValidationConfig
+from ..training.config import (
+    AdapterConfig,
+    CheckpointConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from ..training.user_error import UserError
 
 Dataset = io.Custom("GRAFT_DATASET")
@@ -19,7 +27,7 @@ State = io.Custom("GRAFT_STATE")
 DatasetSettings = io.Custom("GRAFT_DATASET_SETTINGS")
 """DatasetConfig: captions, buckets, crops and masks beyond what Load Dataset shows."""
 Optimizer = io.Custom("GRAFT_OPTIMIZER")
-"""TrainConfig, of which optimizer, schedule, EMA and accumulation count."""
+"""OptimizerSettings."""
 Objective = io.Custom("GRAFT_OBJECTIVE")
 Memory = io.Custom("GRAFT_MEMORY")
 
@@ -51,6 +59,16 @@ def pictures(dataset: Any, name: str = "dataset") -> Any:
     if hasattr(dataset, "largest_batch"):
         raise UserError(f"{name}: these pictures are encoded already; connect what Encode Dataset got.")
     return dataset
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """What travels as GRAFT_OPTIMIZER: how the weights are updated."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    ema: EmaConfig = EmaConfig()
+    gradient_accumulation: int = TrainConfig.gradient_accumulation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
@@ -16,7 +15,17 @@ from ..training.memory.plan_table import tabulate_plans
 from ..training.run.saved_state import StateHandle
 from ..training.validation import validation_loss
 from .node import Node
-from .sockets import Dataset, Memory, Optimizer, encoded, schema, start_input, trained_clip
+from .sockets import (
+    Dataset,
+    Memory,
+    Optimizer,
+    OptimizerSettings,
+    encoded,
+    schema,
+    start_input,
+    trained_clip,
+)
+from .widgets import widget
 
 
 class ValidationLoss(Node):
@@ -63,7 +72,7 @@ class MemoryPlan(Node):
                 io.Model.Input("model", tooltip="The base, as Train Steps gets it."),
                 Dataset.Input("dataset", tooltip="From Encode Dataset: its largest bucket counts."),
                 start_input(),
-                io.Int.Input("batch_size", default=1, min=1, max=256, tooltip="Images in one step."),
+                widget(TrainConfig, "batch_size", optional=False),
                 Optimizer.Input("optimizer_settings", optional=True),
                 Memory.Input("memory_settings", optional=True),
                 io.Clip.Input("clip", optional=True, tooltip="Where the LoRA has a text encoder part."),
@@ -78,16 +87,20 @@ class MemoryPlan(Node):
         dataset: Any,
         start: AdapterConfig | StateHandle,
         batch_size: int,
-        optimizer_settings: TrainConfig | None = None,
+        optimizer_settings: OptimizerSettings | None = None,
         memory_settings: MemoryConfig | None = None,
         clip: Any = None,
     ) -> io.NodeOutput:
         adapter = start.adapter if isinstance(start, StateHandle) else start
-        config = replace(
-            optimizer_settings or TrainConfig(),
+        chosen = optimizer_settings or OptimizerSettings()
+        config = TrainConfig(
             batch_size=batch_size,
+            gradient_accumulation=chosen.gradient_accumulation,
             adapter=adapter,
+            optimizer=chosen.optimizer,
+            schedule=chosen.schedule,
             memory=memory_settings or MemoryConfig(),
+            ema=chosen.ema,
         )
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         adapted = select(denoiser.specs, denoiser.family, adapter)

@@ -19,6 +19,7 @@ from ..training.config import (
     AdapterConfig,
     MemoryConfig,
     ObjectiveConfig,
+    OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
     ValidationConfig,
@@ -34,6 +35,7 @@ from .sockets import (
     Memory,
     Objective,
     Optimizer,
+    OptimizerSettings,
     Samples,
     Saving,
     State,
@@ -43,7 +45,7 @@ from .sockets import (
     start_input,
     trained_clip,
 )
-from .widgets import seed_input
+from .widgets import seed_input, widget
 
 
 class TrainSteps(Node):
@@ -61,31 +63,9 @@ class TrainSteps(Node):
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
                 start_input(),
                 io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Optimizer steps to add."),
-                io.Int.Input(
-                    "total_steps",
-                    default=0,
-                    min=0,
-                    max=1000000,
-                    tooltip="Length of the whole run over which the learning rate decays, when several Train "
-                    "Steps follow one another. 0: the run ends with this node.",
-                ),
-                io.Float.Input(
-                    "learning_rate",
-                    default=1e-4,
-                    min=0.0,
-                    max=10.0,
-                    step=1e-6,
-                    round=False,
-                    tooltip="1e-4 suits most LoRAs; halve it when pictures break up, double it when nothing "
-                    "happens.",
-                ),
-                io.Int.Input(
-                    "batch_size",
-                    default=1,
-                    min=1,
-                    max=256,
-                    tooltip="Images in one step; more needs more memory.",
-                ),
+                widget(ScheduleConfig, "total_steps", optional=False),
+                widget(OptimizerConfig, "learning_rate", optional=False),
+                widget(TrainConfig, "batch_size", optional=False),
                 seed_input("The same seed and settings give the same LoRA, on a GPU but for rounding."),
                 io.String.Input(
                     "name", default="my_lora", tooltip="Name of the run's folder under output/graft."
@@ -134,7 +114,7 @@ class TrainSteps(Node):
         batch_size: int,
         seed: int,
         name: str,
-        optimizer_settings: TrainConfig | None = None,
+        optimizer_settings: OptimizerSettings | None = None,
         objective_settings: ObjectiveConfig | None = None,
         memory_settings: MemoryConfig | None = None,
         validation_settings: HeldOut | None = None,
@@ -148,14 +128,13 @@ class TrainSteps(Node):
         resumed, left_out = (
             (start, []) if isinstance(start, StateHandle) else save_initial_state(denoiser, adapter, seed)
         )
-        chosen = optimizer_settings or TrainConfig()
+        chosen = optimizer_settings or OptimizerSettings()
         held_out = validation_settings or HeldOut(ValidationConfig(), None)
         saving = checkpoint_settings or Saving()
         node = QueuedNode.of(cls.hidden)
         processes = gpus if workers.trained_before(node.id) else max(gpus, distributed.world())
         last = steps + (resumed.step if resumed else 0)
-        config = replace(
-            chosen,
+        config = TrainConfig(
             batch_size=batch_size,
             gradient_accumulation=chosen.gradient_accumulation * processes,
             seed=seed,
@@ -164,6 +143,7 @@ class TrainSteps(Node):
             schedule=_over(chosen.schedule, total_steps or last),
             objective=objective_settings or ObjectiveConfig(),
             memory=memory_settings or MemoryConfig(),
+            ema=chosen.ema,
             validation=held_out.config,
         )
         run = GraphRun(

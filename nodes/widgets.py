@@ -1,56 +1,104 @@
-"""Widgets made from the fields of a config, so that names, types and defaults are written once."""
+"""Widgets made from the settings of a config, and a config from the values of its widgets.
+
+The one rule: a setting's name, default, range, menu and tooltip are written once, in the field of its config.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from comfy_api.latest import io
 
-from ..training.config import ADDED
+from ..training.config import ADDED, SETTINGS, Setting, settings
+from ..training.user_error import UserError
+
+C = TypeVar("C", bound=Any)
 
 
-def widget(
-    config: type,
-    name: str,
-    tooltip: str,
-    *,
-    options: Sequence[str] = (),
-    low: float = 0,
-    high: float = 1_000_000,
-    step: float = 0.01,
-) -> Any:
-    """Return the input for field `name` of the dataclass `config`, with that field's default.
+def widgets(kind: type, **menus: Collection[str]) -> list[Any]:
+    """Return a widget for every setting of a config class that its node of settings shows.
 
-    A field of strings with `options` is a menu; `low`, `high` and `step` are for numbers.
+    `menus` are the choices of those whose choices are the rows of a table.
     """
-    [field] = (field for field in dataclasses.fields(config) if field.name == name)
-    made = _widget(field.name, field.default, tooltip, options, low, high, step)
-    return added(made) if ADDED in field.metadata else made
+    return [_widget(found, menus.get(found.input, ())) for found in settings(kind, main=False)]
 
 
-def _widget(
-    name: str, default: Any, tooltip: str, options: Sequence[str], low: float, high: float, step: float
-) -> Any:
-    if options:
-        return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip)
-    if isinstance(default, bool):
-        return io.Boolean.Input(name, default=default, tooltip=tooltip)
-    if isinstance(default, int):
-        return io.Int.Input(name, default=default, min=int(low), max=int(high), tooltip=tooltip)
-    if isinstance(default, float):
-        return io.Float.Input(
-            name, default=default, min=low, max=high, step=step, round=False, tooltip=tooltip
-        )
-    return io.String.Input(name, default=default, tooltip=tooltip)
+def widget(kind: type, name: str, menu: Collection[str] = (), **options: Any) -> Any:
+    """Return the widget `name` of a setting of a config class; `options` are those of ComfyUI's input."""
+    return _widget(next(found for found in settings(kind) if found.input == name), menu, **options)
 
 
-def seed_input(tooltip: str) -> Any:
+def _widget(found: Setting, menu: Collection[str], **options: Any) -> Any:
+    default = found.default
+    options = {"default": default, "tooltip": found.sentence, "optional": True, **options}
+    if choices := list(menu or found.choices):
+        made = io.Combo.Input(found.input, options=choices, **options)
+    elif isinstance(default, bool):
+        made = io.Boolean.Input(found.input, **options)
+    elif isinstance(default, int):
+        options = {"min": int(found.low), "max": int(found.high), "step": found.step, **options}
+        made = io.Int.Input(found.input, **options)
+    elif isinstance(default, float):
+        options = {"min": found.low, "max": found.high, "step": found.step or 0.01, "round": False, **options}
+        made = io.Float.Input(found.input, **options)
+    else:
+        text = {"default": default or "", "multiline": found.multiline or isinstance(default, tuple)}
+        made = io.String.Input(found.input, **{**options, **text})
+    made = advanced(made) if found.advanced else made
+    return added(made) if found.added else made
+
+
+def in_order(inputs: Iterable[Any], names: Iterable[str]) -> list[Any]:
+    """Return inputs in the order that saved graphs have them in: those named first, newer ones behind."""
+    by_name = {entry.id: entry for entry in inputs}
+    return [*(by_name.pop(name) for name in names), *by_name.values()]
+
+
+def read(config: C, values: Mapping[str, Any]) -> C:
+    """Return `config` with what the widgets say, also in the configs in it; other fields stay."""
+    hints = typing.get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        names = [found.input or item.name for found in item.metadata.get(SETTINGS, ())]
+        if dataclasses.is_dataclass(value):
+            changes[item.name] = read(value, values)
+        elif len(names) > 1:
+            changes[item.name] = tuple(values.get(name, part) for name, part in zip(names, value))
+        elif names and names[0] in values:
+            changes[item.name] = _parsed(hints[item.name], names[0], values[names[0]])
+    return dataclasses.replace(config, **changes)
+
+
+def _parsed(hint: Any, name: str, value: Any) -> Any:
+    """Return a widget's value as a field of type `hint` has it: a text as its lines, or as pairs."""
+    if typing.get_origin(hint) is not tuple:
+        return value
+    entry = typing.get_args(hint)[0]
+    return lines(value) if entry is str else _pairs(name, value, typing.get_args(entry)[1])
+
+
+def _pairs(name: str, text: str, kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return lines of "pattern = value" as pairs."""
+    pairs = []
+    for line in lines(text):
+        pattern, _, value = (part.strip() for part in line.rpartition("="))
+        try:
+            pairs.append((pattern, kind(value)))
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise UserError(f"{name}: {line!r} is not a line like *attn* = 0.5")
+    return tuple(pairs)
+
+
+def seed_input(tooltip: str, **options: Any) -> Any:
     """Return the input "seed". It stays as it is from one queue to the next: another seed is another run."""
-    return io.Int.Input(
-        "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip=tooltip
-    )
+    options = {"min": 0, "max": 2**64 - 1, "control_after_generate": False, **options}
+    return io.Int.Input("seed", default=0, tooltip=tooltip, **options)
 
 
 def lines(text: str) -> tuple[str, ...]:

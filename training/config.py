@@ -1,9 +1,9 @@
 """Every setting of a run: one tree of frozen dataclasses, nothing else decides what training does.
 
 Configs travel on wires, are hashed into the run's key and written into the LoRA's metadata, so they hold
-plain values only. A new setting is a field of `added(default)`: at its default every key stays as it was.
-`from_dict` refuses unknown keys and suggests the nearest: a misspelled option that is silently ignored costs
-a night.
+plain values only. A setting is one field with its one sentence (`setting`); a new one is `added`: at its
+default every key stays as it was. `from_dict` refuses unknown keys and suggests the nearest: a misspelled
+option that is silently ignored costs a night.
 """
 
 from __future__ import annotations
@@ -25,8 +25,42 @@ C = TypeVar("C")
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 
-ADDED = "added"
-"""In the metadata of fields that are newer than people's files."""
+SETTINGS, ADDED = "settings", "added"
+"""In the metadata of a field: the settings that people see of it (in most cases one), and whether it is newer
+than their files."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What people see of a field: a widget, a row in a help page, an input in a job's graph."""
+
+    input: str
+    """The widget's id in saved graphs; empty for the field's name."""
+    sentence: str
+    low: float = 0
+    high: float = 1_000_000
+    step: float | None = None
+    """Of the widget's arrows; 0.01 for a float that has none."""
+    multiline: bool = False
+    main: bool = False
+    """Whether the node that does the work shows it, instead of the node of settings beside it."""
+    advanced: bool = False
+    """Whether editors show it on demand."""
+    default: Any = None
+    """As of here, what `settings` reads from the field itself."""
+    choices: tuple[str, ...] = ()
+    added: bool = False
+
+
+def setting(default: C, sentence: str, *, input: str = "", added: bool = False, **shown: Any) -> C:
+    """Return a field that people can set, with the one sentence that says what it is.
+
+    Widget, help page, English name and the default in jobs follow from it. `input` is the widget's id where
+    that is not the field's name, `shown` any other field of `Setting`. A Literal is a menu, a tuple a text
+    with one entry per line. A new setting is `added`: at its default, digests and files don't name it.
+    """
+    metadata = {SETTINGS: (Setting(input, sentence, **shown),), **({ADDED: True} if added else {})}
+    return field(default=default, metadata=metadata)
 
 
 def added(default: C) -> C:
@@ -46,58 +80,97 @@ class AdapterConfig:
     path. In `algorithms`, `ranks`, `alphas` and `lrs` the first pattern that matches a layer decides.
     """
 
-    algorithm: str = "lora"
-    rank: int = 16
-    alpha: float = 0.0
-    """0 is the method's own: the rank, so that the adapter is applied at strength 1; with rsLoRA 4, which is
-    strength 1 at rank 16; for LoHa 1, as in LyCORIS, since both its halves start large."""
-    targets: str = "attn-mlp"
-    """A preset of the model's family: "attn", "attn-mlp", "linear", "all", "everything"."""
-    include: tuple[str, ...] = ()
-    """Patterns; when given, only preset layers that match one are trained."""
-    exclude: tuple[str, ...] = ()
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead of alpha / rank, so that every rank learns as fast
-    (Kalajdzievski 2023, arXiv:2312.03732). Folded into the stored alpha: every loader renders it right."""
-    init: str = "default"
-    """"default", "gaussian", or "pissa": start from the base's principal components (Meng et al. 2024,
-    arXiv:2404.02948), saved as a difference to the unchanged base."""
-    dropout: float = 0.0
-    """Share of the adapter's inputs set to 0 in a training step."""
-    rank_dropout: float = 0.0
-    """Share of the rank components left out of a training step; a full LoKr matrix has none."""
-    module_dropout: float = 0.0
-    """Share of the adapters left out of a training step."""
-    max_norm: float = 0.0
-    """After each step a layer's difference is scaled down to this Frobenius norm; 0 leaves it."""
-    lora_plus_ratio: float = 1.0
-    """Learning rate of the factor that starts at zero over that of the others (LoRA+, Hayou et al. 2024,
-    arXiv:2402.12354, who recommend 16)."""
-    tucker: bool = False
-    """Convolutions larger than 1x1: decompose the kernel's own axes too, for a smaller file."""
-    factor: int = -1
-    """LoKr: size of the small Kronecker factor; -1 divides each side of the weight as evenly as it can."""
-    decompose_both: bool = False
-    """LoKr: decompose the small factor as well."""
-    full_matrix: bool = False
-    """LoKr: decompose neither factor; rank and alpha then have no effect."""
-    blocks: str = ""
-    """Which of the model's repeated blocks are trained, counted from 0 in the model's order: "0-11, 18, 30-",
-    or "early", "middle", "late" for a third of them. Layers outside blocks are then left out."""
-    algorithms: tuple[tuple[str, str], ...] = ()
-    """(pattern, algorithm)."""
-    ranks: tuple[tuple[str, int], ...] = ()
-    """(pattern, rank)."""
-    alphas: tuple[tuple[str, float], ...] = ()
-    """(pattern, alpha)."""
-    lrs: tuple[tuple[str, float], ...] = ()
-    """(pattern, multiple of the learning rate)."""
+    algorithm: str = setting("lora", "Method; LoRA is the usual choice and loads everywhere.", main=True)
+    rank: int = setting(
+        16, "Size of the LoRA: 8 to 16 for a face, 32 or more for a style.", low=1, high=1024, main=True
+    )
+    # LoHa: 1 as in LyCORIS, since both its halves start large. rsLoRA: 4 is strength 1 at rank 16.
+    alpha: float = setting(
+        0.0,
+        "Strength is alpha / rank. 0 is the method's default: alpha = rank, so strength 1; 1 for LoHa, 4 for "
+        "rsLoRA.",
+        high=4096,
+        step=0.5,
+        main=True,
+    )
+    targets: str = setting(
+        "attn-mlp",
+        "Layers to train: attention and MLP of every block (attn-mlp), attention only (attn), every linear "
+        "layer (linear), convolutions too (all), or embeddings as well (everything).",
+        main=True,
+    )
+    include: tuple[str, ...] = setting(
+        (),
+        "Patterns of layer names, one per line; only these layers are trained, e.g. joint_blocks.1?.*",
+        main=True,
+        advanced=True,
+    )
+    exclude: tuple[str, ...] = setting(
+        (), "Patterns of layer names, one per line; these layers are not trained.", main=True
+    )
+    # Kalajdzievski 2023, arXiv:2312.03732. Folded into the stored alpha: every loader renders it right.
+    rslora: bool = setting(
+        False, "Scale by alpha / sqrt(rank) instead of alpha / rank, so that every rank learns equally fast."
+    )
+    # Meng et al. 2024, arXiv:2404.02948; saved as a difference to the unchanged base.
+    init: Literal["default", "gaussian", "pissa"] = setting(
+        "default", "Initial weights; pissa starts from the base's principal components."
+    )
+    dropout: float = setting(0.0, "Share of each layer's inputs set to 0 in a step.", high=0.99)
+    rank_dropout: float = setting(
+        0.0, "Share of the rank left out in a step; a full LoKr matrix has none.", high=0.99
+    )
+    module_dropout: float = setting(0.0, "Share of the layers left out in a step.", high=0.99)
+    max_norm: float = setting(
+        0.0, "Largest norm of a layer's weight change; larger ones are scaled down. 0 is no limit.", high=1000
+    )
+    # Hayou et al. 2024, arXiv:2402.12354, who recommend 16.
+    lora_plus_ratio: float = setting(
+        1.0,
+        "LoRA+: learning rate of the factor that starts at zero, as a multiple; its authors recommend 16.",
+        low=0.01,
+        high=1000,
+    )
+    tucker: bool = setting(
+        False, "Convolutions larger than 1x1: decompose the kernel too, for a smaller file."
+    )
+    factor: int = setting(
+        -1, "LoKr: size of the small factor; -1 divides each side as evenly as possible.", low=-1, high=1024
+    )
+    decompose_both: bool = setting(False, "LoKr: decompose the small factor too.")
+    full_matrix: bool = setting(False, "LoKr: decompose neither factor; rank and alpha then have no effect.")
+    blocks: str = setting(
+        "", 'Blocks to train, counted from 0: "0-11, 18, 30-", or early, middle or late. Empty: all layers.'
+    )
+    algorithms: tuple[tuple[str, str], ...] = setting(
+        (),
+        "Algorithms by layer, one per line: pattern = algorithm, e.g. *mlp* = lokr. The first match counts.",
+    )
+    ranks: tuple[tuple[str, int], ...] = setting(
+        (), "Ranks by layer, one per line: pattern = rank, e.g. *mlp* = 8. The first match counts."
+    )
+    alphas: tuple[tuple[str, float], ...] = setting(
+        (), "Alphas by layer, one per line: pattern = alpha, e.g. *mlp* = 4. The first match counts."
+    )
+    lrs: tuple[tuple[str, float], ...] = setting(
+        (),
+        "Learning rates by layer, one per line: pattern = multiple of the learning rate, e.g. *attn* = 0.5. "
+        "The first match counts.",
+        input="learning_rates",
+    )
     start_from: str = ""
     """LoRA file to start from, by the name that ComfyUI lists it under; empty starts fresh."""
     start_size: Literal["file", "settings"] = "file"
-    """Of `start_from`: take algorithm, rank and alpha from the file, or pad its layers to these settings."""
-    text_encoder: float = 0.0
-    """Train the CLIP text encoders too, at this multiple of the learning rate; 0 leaves them as they are."""
+    """Where algorithm, rank and alpha come from with `start_from`: the file, or these settings, to which the
+    file's layers are padded."""
+    text_encoder: float = setting(
+        0.0,
+        "Learning rate of the CLIP text encoders, as a multiple: 0.1 to 0.5 is usual, 0 doesn't train them. "
+        "Train Steps then needs CLIP, and encodes captions in every step.",
+        high=10,
+        step=0.05,
+        main=True,
+    )
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *(rank for _, rank in self.ranks)):
@@ -147,18 +220,66 @@ class AdapterConfig:
 class OptimizerConfig:
     """How the adapter's weights move."""
 
-    name: str = "adamw"
-    lr: float = 1e-4
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 switches clipping off."""
-    d_coef: float = 1.0
-    """Prodigy: multiplies the learning rate that it finds; 0.5 is more careful, 2 bolder."""
-    weights: Literal["fp32", "bf16"] = "fp32"
-    """Format of the adapter's weights on the device. "bf16" halves them and their gradients; each step is
-    computed in float32 and rounded up or down at random, so that small steps are not lost."""
+    name: str = setting(
+        "adamw",
+        "Optimizer; AdamW suits most LoRAs. The 8-bit ones need bitsandbytes; prodigy finds its own rate "
+        "(set the learning rate to 1).",
+        input="optimizer",
+    )
+    lr: float = setting(
+        1e-4,
+        "Learning rate; 1e-4 suits most LoRAs. Halve it when images break up, double it when nothing "
+        "happens.",
+        input="learning_rate",
+        high=10,
+        step=1e-6,
+        main=True,
+    )
+    weight_decay: float = setting(
+        0.01, "Pull of the weights toward 0, as a multiple of the learning rate.", high=1
+    )
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.99),
+        metadata={
+            SETTINGS: (
+                Setting(
+                    "beta1",
+                    "Beta 1: decay of the running mean of gradients (Adam, Lion); momentum for SGD.",
+                    high=0.9999,
+                    step=0.001,
+                    advanced=True,
+                ),
+                Setting(
+                    "beta2",
+                    "Beta 2: decay of the running mean of squared gradients (Adam, Lion).",
+                    high=0.99999,
+                    step=0.0001,
+                    advanced=True,
+                ),
+            )
+        },
+    )
+    eps: float = setting(
+        1e-8,
+        "Adam's epsilon: a small number added to the denominator of each step.",
+        low=1e-16,
+        high=1,
+        step=1e-9,
+        advanced=True,
+    )
+    max_grad_norm: float = setting(
+        1.0, "Gradient clipping: larger gradients are scaled down to this norm; 0 turns it off.", high=1000
+    )
+    d_coef: float = setting(
+        1.0,
+        "Prodigy: multiple of the learning rate it finds; 0.5 is more careful, 2 is bolder.",
+        low=0.01,
+        high=100,
+    )
+    # In bf16 each step is computed in float32 and rounded up or down at random, so small steps are not lost.
+    weights: Literal["fp32", "bf16"] = setting(
+        "fp32", "Number format of the LoRA's weights during training; bf16 halves them and their gradients."
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -185,16 +306,26 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate's course over the whole run, as a multiple of `OptimizerConfig.lr`."""
 
-    name: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    """Steps over which the schedule decays: the whole run's, whatever one Train Steps node does of it."""
-    floor: float = 0.0
-    """The multiple that the decay ends at."""
-    cycles: int = 1
-    """Of "restarts": how many times the course is run through."""
-    power: float = 1.0
-    """Of "polynomial": 1 is a straight line, 2 falls early, 0.5 late."""
+    name: str = setting(
+        "constant",
+        "Schedule of the learning rate over the total steps of the run.",
+        input="schedule",
+    )
+    warmup_steps: int = setting(0, "Steps over which the learning rate rises to its full value.")
+    total_steps: int = setting(
+        0,
+        "Length of the whole run, over which the learning rate decays; set it when several Train Steps "
+        "follow one another. 0: the run ends with this node.",
+        main=True,
+    )
+    floor: float = setting(0.0, "End of the decay, as a multiple of the learning rate.", high=1)
+    cycles: int = setting(1, "Number of cycles (schedule restarts).", low=1, high=1000)
+    power: float = setting(
+        1.0,
+        "Exponent (schedule polynomial): 1 is a straight line, 2 falls early, 0.5 falls late.",
+        low=0.01,
+        high=10,
+    )
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, f"warm-up must not be negative, got {self.warmup_steps} steps.")
@@ -208,10 +339,23 @@ class ScheduleConfig:
 class EmaConfig:
     """A moving average of the weights, kept beside them: smoother, and often better, than the last step's."""
 
-    decay: float = 0.0
-    """Share of the average that a step keeps, in the long run; 0 keeps no average, 0.999 suits long runs."""
-    power: float = 0.75
-    """How fast the share rises to `decay`: 1 - (1 + step) ** -power; the first steps are soon forgotten."""
+    decay: float = setting(
+        0.0,
+        "Decay of a moving average of the weights, which becomes the result; 0 turns it off, 0.999 suits "
+        "long runs.",
+        input="ema_decay",
+        high=0.9999,
+        step=0.0001,
+    )
+    # 1 - (1 + step) ** -power; the first steps are soon forgotten.
+    power: float = setting(
+        0.75,
+        "How fast the moving average's decay rises to ema_decay: larger is faster.",
+        input="ema_power",
+        low=0.01,
+        high=1,
+        advanced=True,
+    )
 
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, f"EMA decay must be 0 (off) or more and below 1, got {self.decay}.")
@@ -222,14 +366,16 @@ class EmaConfig:
 class ValidationConfig:
     """When held-out images are measured during a run, and when the run has learned enough."""
 
-    every: int = 0
-    """Steps between two measurements; 0 measures nothing."""
-    patience: int = 0
-    """The run ends after this many measurements in a row without a new lowest loss; 0 never ends it."""
-    limit: int = 0
-    """Measure this many of the held-out images only; 0 takes all."""
-    result: Literal["last", "best"] = "last"
-    """Which state the run hands on: that of its last step, or that of its lowest validation loss."""
+    every: int = setting(0, "Steps between two measurements.")
+    patience: int = setting(
+        0,
+        "Early stopping: the run ends after this many measurements without a new lowest loss; 0 never does.",
+        high=10_000,
+    )
+    limit: int = setting(0, "Number of held-out images to measure; 0 measures all.")
+    result: Literal["last", "best"] = setting(
+        "last", "State to hand on: the last step's, or the one with the lowest validation loss."
+    )
 
     def __post_init__(self) -> None:
         for name in ("every", "patience", "limit"):
@@ -242,22 +388,53 @@ class ValidationConfig:
 class CheckpointConfig:
     """How often a run saves itself, and what it keeps. Decides nothing about the result."""
 
-    minutes: float = 5.0
-    """Longest time between two checkpoints; 0 saves after every step."""
-    steps: int = 250
-    """Save at every multiple of this many steps as well; 0 goes by the time alone."""
-    keep: int = 4
-    """Newest checkpoints at multiples of `steps` that are kept, besides the newest two of all, the best one
-    and those that a node handed on."""
-    lora: bool = True
-    """Write each checkpoint's LoRA file, in bf16; those at multiples of `steps` stay when it goes."""
-    sqlite: bool = False
-    """Write the run's log as a SQLite file too."""
+    minutes: float = setting(5.0, "Longest time between two checkpoints; 0 saves every step.", high=1440)
+    steps: int = setting(250, "Steps between two checkpoints; 0 goes by time alone.")
+    keep: int = setting(
+        4,
+        "Number of those checkpoints to keep, besides the last two and the best; older LoRA files stay.",
+        low=1,
+        high=1000,
+    )
+    lora: bool = setting(True, "Write a LoRA file with each checkpoint, in bf16, to try it out.")
+    sqlite: bool = setting(False, "Write the log as a SQLite file too: log.sqlite in the run's folder.")
 
     def __post_init__(self) -> None:
         require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")
         require(self.steps >= 0, f"steps between checkpoints must not be negative, got {self.steps}.")
         require(self.keep >= 1, f"at least one checkpoint must be kept, got {self.keep}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What sample images look like, and how often they are drawn. Decides nothing about the training."""
+
+    negative: str = setting("", "Negative prompt: what the images should not show.", multiline=True)
+    every: int = setting(100, "Steps between two sets of images; 0 draws none.")
+    before_training: bool = setting(True, "Draw a first set before the first step, for comparison.")
+    width: int = setting(1024, "Width of an image in pixels.", low=16, high=16384, step=16)
+    height: int = setting(1024, "Height of an image in pixels.", low=16, high=16384, step=16)
+    steps: int = setting(20, "Sampling steps.", low=1, high=10_000)
+    cfg: float = setting(
+        0.0,
+        "Guidance scale. 0 is the model's own: 1 for distilled models such as Flux and Turbo models, 4 for "
+        "others.",
+        high=100,
+        step=0.1,
+    )
+    sampler: str = setting("euler", "Sampler, as in KSampler; euler suits most models.")
+    scheduler: str = setting("simple", "Noise schedule, as in KSampler.")
+    seed: int = 0
+    walk_seed: bool = setting(
+        False, "Use another seed for every set. Otherwise sets differ by the training alone."
+    )
+    guidance: float = setting(
+        -1.0,
+        "Guidance input of guidance-distilled models, as Flux Guidance sets it; -1 is the model's own.",
+        low=-1,
+        high=100,
+        step=0.1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,45 +444,83 @@ class ObjectiveConfig:
     Levels are the part of x_t that is noise, 0 (clean) to 1 (pure noise), whatever the model's sigmas are.
     """
 
-    sigmas: str = "auto"
-    """How noise levels are drawn: "auto" takes the family's; see SIGMAS in objective/sigmas.py."""
-    shift: float = 0.0
-    """Above 1 favors high noise, below 1 low noise. 0 means the family's default."""
-    resolution_shift: Literal["auto", "none", "flux", "sd3"] = "auto"
-    """How the shift follows the image's size (RESOLUTION_SHIFTS); "auto": the family's where `shift` is 0."""
-    mean: float = 0.0
-    """Of the normal variable of "logit-normal": above 0 favors high noise."""
-    std: float = 1.0
-    """Of the normal variable of "logit-normal" and "sigmoid": large values favor both ends."""
-    mode_scale: float = 1.29
-    """Of "mode": how much denser the middle is; negative values thin it out."""
-    bias: float = 0.0
-    """Above 0 favors the distribution's high levels, below 0 low ones; 1 triples the upper half's odds."""
-    min_noise: float = 0.0
-    """Lowest level practised; the distribution is squeezed into min_noise..max_noise."""
-    max_noise: float = 1.0
-    stratified: bool = True
-    """Draw a level from each equal part of the distribution per batch: less variance, same expectation."""
-    loss: str = "mse"
-    """Of one element's error: a name in LOSSES."""
-    huber_delta: float = 0.1
-    """Where "huber" and "pseudo-huber" turn from quadratic to linear."""
-    space: str = "auto"
-    """What the error is measured in: a name in SPACES; "auto" takes the family's."""
-    weighting: str = "none"
-    """How the noise levels count: a name in WEIGHTINGS."""
-    min_snr_gamma: float = 5.0
-    """Of "min-snr": signal-to-noise ratios above this one count no more than it."""
-    noise_offset: float = 0.0
-    """Strength of a constant added to each channel of the noise, to learn very dark and bright images."""
-    pyramid_noise: float = 0.0
-    """Discount (0 to 1) of each coarser layer of noise added to the noise; 0 adds none."""
-    input_perturbation: float = 0.0
-    """Strength of extra noise in x_t that the target does not know of."""
-    differential_guidance: float = 1.0
-    """Moves the target this many times as far from the prediction; 1 is the plain target."""
-    guidance: float = -1.0
-    """Guidance input of guidance-distilled models; -1 means the family's default."""
+    sigmas: str = setting("auto", "Distribution of noise levels; auto is the model's own.")
+    shift: float = setting(
+        0.0,
+        "Shift toward high noise (above 1: composition) or low noise (below 1: detail). 0 is the model's "
+        "own.",
+        high=20,
+    )
+    resolution_shift: Literal["auto", "none", "flux", "sd3"] = setting(
+        "auto", "How the shift grows with the image size; auto is the model's own where shift is 0."
+    )
+    mean: float = setting(
+        0.0,
+        "Mean of the normal distribution (sigmas logit-normal); above 0 favors high noise.",
+        low=-10,
+        high=10,
+    )
+    std: float = setting(
+        1.0,
+        "Standard deviation (sigmas logit-normal and sigmoid); large values favor both ends.",
+        low=0.01,
+        high=10,
+    )
+    mode_scale: float = setting(
+        1.29, "Density of the middle (sigmas mode); negative values thin it out.", low=-1, high=1.75
+    )
+    bias: float = setting(
+        0.0,
+        "Bias toward high noise (above 0) or low noise (below 0); 1 triples the odds of the upper half.",
+        low=-8,
+        high=8,
+    )
+    min_noise: float = setting(
+        0.0, "Lowest noise level to train at, from 0 (clean) to 1 (pure noise).", high=1
+    )
+    max_noise: float = setting(1.0, "Highest noise level to train at.", high=1)
+    stratified: bool = setting(
+        True, "Spread the noise levels of a batch evenly: less variance, same mean loss."
+    )
+    loss: str = setting("mse", "Loss of an error; huber forgives outliers.")
+    huber_delta: float = setting(
+        0.1,
+        "Error at which the loss turns from quadratic to linear (loss huber and pseudo-huber).",
+        low=0.001,
+        high=10,
+    )
+    space: str = setting("auto", "Quantity the loss compares; auto is the model's own.")
+    weighting: str = setting("none", "Weighting of the loss by noise level.")
+    min_snr_gamma: float = setting(
+        5.0,
+        "Highest signal-to-noise ratio that counts in full (weighting min-snr); 5 is usual.",
+        low=0.1,
+        high=100,
+    )
+    noise_offset: float = setting(
+        0.0,
+        "Strength of a constant added to each channel of the noise, for very dark and bright images; 0.05 is "
+        "usual.",
+        high=1,
+    )
+    pyramid_noise: float = setting(
+        0.0, "Strength of noise at coarser sizes, added to the noise; 0.3 is usual.", high=0.99
+    )
+    input_perturbation: float = setting(
+        0.0, "Strength of extra noise in the input that the target ignores; 0.1 is usual.", high=1
+    )
+    differential_guidance: float = setting(
+        1.0,
+        "Distance of the target from the prediction, as a multiple; 1 turns it off, 3 is usual.",
+        low=0.01,
+        high=100,
+    )
+    guidance: float = setting(
+        -1.0,
+        "Guidance input of guidance-distilled models (Flux Dev); -1 is the model's own.",
+        low=-1,
+        high=100,
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -361,18 +576,32 @@ class ObjectiveConfig:
 class MemoryConfig:
     """Where things are kept and in which precision they are computed."""
 
-    dtype: DType = "auto"
-    """Precision of the forward pass; "auto": bf16 where the device supports it, else fp16 (CPU: fp32)."""
-    checkpointing: str = "auto"
-    """What of a forward pass is kept for the backward pass: "none", "selective", "block", "block-offload".
-    "auto" keeps as much as fits (`memory.plan`)."""
-    base: str = "auto"
-    """Where the frozen weights are: "resident", "offload", or in fewer bits as "fp8", "int8", "nf4". "auto"
-    keeps them on the device if they fit and in host memory if not; it never rounds them."""
-    budget_gb: float = 0.0
-    """Memory of the device that the run may take, in GiB; 0 is all that is free."""
-    compile: bool = False
-    """Whether the repeated blocks are compiled (`memory.compiling`); changes how numbers are rounded."""
+    dtype: DType = setting(
+        "auto",
+        "Number format of the forward pass; auto is bf16 where the device supports it, else fp16 (fp32 on "
+        "the CPU). The LoRA's own weights are fp32 unless Optimizer Settings say bf16.",
+        input="precision",
+    )
+    checkpointing: str = setting(
+        "auto",
+        "What the backward pass recomputes instead of reading it from memory: selective costs a little time, "
+        "block up to half more time for far less memory, block-offload needs even less. auto is the fastest "
+        "that fits.",
+    )
+    base: str = setting(
+        "auto",
+        "Where the base's weights are during training: on the device (resident), in host memory (offload), "
+        "or quantized to 8 bits (fp8, int8) or 4 bits (nf4). auto is the faster of resident and offload that "
+        "fits; only quantization changes the result.",
+    )
+    budget_gb: float = setting(
+        0.0, "Device memory for training, in GiB; 0 is all that is free.", high=1024, step=0.5
+    )
+    compile: bool = setting(
+        False,
+        "Compile the model's blocks: a few minutes at the start for faster steps afterward. Needs a C++ "
+        "compiler on the CPU and Triton on NVIDIA; if that fails, training continues without it.",
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -391,8 +620,10 @@ class TrainConfig:
     """One run. Equal configs, datasets, bases and starts give equal results: bit for bit where kernels add in
     one order, as on the CPU."""
 
-    batch_size: int = 1
-    gradient_accumulation: int = 1
+    batch_size: int = setting(1, "Images in one step; more need more memory.", low=1, high=256, main=True)
+    gradient_accumulation: int = setting(
+        1, "Batches averaged into one step: a larger batch without its memory.", low=1, high=1024
+    )
     seed: int = 0
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -408,6 +639,36 @@ class TrainConfig:
             self.gradient_accumulation >= 1,
             f"gradient accumulation must be at least 1, got {self.gradient_accumulation}.",
         )
+
+
+def settings(kind: type, *, main: bool | None = None) -> list[Setting]:
+    """Return every setting of a config class and of the configs in it.
+
+    `main` chooses those of the node that does the work, or those of the node of settings.
+    """
+    hints, found = typing.get_type_hints(kind), []
+    for item in dataclasses.fields(kind):
+        if isinstance(item.default_factory, type):
+            found += settings(item.default_factory, main=main)
+        choices = typing.get_args(hints[item.name]) if typing.get_origin(hints[item.name]) is Literal else ()
+        shown, whole = item.metadata.get(SETTINGS, ()), typing.cast(Any, item.default)
+        for each, default in zip(shown, whole if len(shown) > 1 else [whole]):
+            if main in (None, each.main):
+                read = {"default": default, "choices": choices, "added": ADDED in item.metadata}
+                found.append(replace(each, input=each.input or item.name, **read))
+    return found
+
+
+def inputs_of(config: Any) -> dict[str, Any]:
+    """Return {widget's id: value} of every setting of a config and of the configs in it."""
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value, shown = getattr(config, item.name), item.metadata.get(SETTINGS, ())
+        if dataclasses.is_dataclass(value):
+            values |= inputs_of(value)
+        for each, part in zip(shown, value if len(shown) > 1 else [value]):
+            values[each.input or item.name] = part
+    return values
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .config import TrainConfig
+from .config import TrainConfig, inputs_of
 from .family import Family
 
 Values = Mapping[str, Any]
@@ -90,15 +91,12 @@ def idle_notes(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) ->
 
 def run_settings(config: TrainConfig, family: Family | None = None) -> Values:
     """Return the settings of a run that IDLE speaks of, by their widgets' names; "auto" is the family's."""
-    adapter, optimizer, schedule, ema = config.adapter, config.optimizer, config.schedule, config.ema
-    sigmas = config.objective.sigmas
+    adapter, sigmas = config.adapter, config.objective.sigmas
     return {
-        **asdict(adapter), **asdict(optimizer), **asdict(schedule), **asdict(config.objective),
+        **inputs_of(config),
         "algorithm": frozenset({adapter.algorithm, *(name for _, name in adapter.algorithms)}),
-        "optimizer": optimizer.name, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1],
         "sigmas": family.sigmas if family and sigmas == "auto" else sigmas,
-        "schedule": schedule.name, "ema_decay": ema.decay, "ema_power": ema.power,
-    }  # fmt: skip
+    }
 
 
 def _each(value: Any) -> Collection[Any]:

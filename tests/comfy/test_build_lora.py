@@ -72,7 +72,7 @@ def test_patterns_that_match_no_layer_are_named(model):
     assert (
         "exclude: '*single_transformer_blocks.0*' matches no layer" in text and text.count("matches no") == 1
     )
-    rules = LoraSettings.execute(config, "*nowhere* = 0.5", "*attn* = 4", "", "").result[0]
+    rules = LoraSettings.execute(config, learning_rates="*nowhere* = 0.5", ranks="*attn* = 4").result[0]
     denoiser = ComfyDenoiser(model)
     notes = run_notes(denoiser, TrainConfig(adapter=rules), denoiser.family, 10)
     assert [note.split(" matches")[0] for note in notes] == [
@@ -82,7 +82,7 @@ def test_patterns_that_match_no_layer_are_named(model):
 
 def test_pissa_counts_what_is_trained_and_not_its_start(model):
     config, _ = built(model=model)
-    pissa = LoraSettings.execute(config, "", "", "", "", init="pissa").result[0]
+    pissa = LoraSettings.execute(config, init="pissa").result[0]
     denoiser = ComfyDenoiser(model)
     adapters = build_adapters(select(denoiser.specs, denoiser.family, pissa), pissa).values()
     trained = sum(p.numel() for a in adapters for p in a.parameters() if p.requires_grad)
@@ -169,7 +169,7 @@ def test_a_preset_of_lycoris_chooses_layers_and_algorithms(model):
         "unet_target_name": [QKV],
         "name_algo_map": {QKV: {"dim": 2}},
     }
-    changed = LoraSettings.execute(config, "", "", "", "", preset=json.dumps(preset)).result[0]
+    changed = LoraSettings.execute(config, preset=json.dumps(preset)).result[0]
     denoiser = ComfyDenoiser(model)
     chosen = select(denoiser.specs, denoiser.family, changed)
     assert list(chosen) == [QKV] and build_adapters(chosen, changed)[QKV].config.rank == 2

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from graft.commands.headless.server import server
-from graft.nodes import ALL_NODES
+from graft.nodes.all_nodes import ALL_NODES
 
 PROMPTS = int(os.environ.get("GRAFT_FUZZ_PROMPTS", 300))
 SEED = int(os.environ.get("GRAFT_FUZZ_SEED", 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import graft
-from graft.nodes import ALL_NODES
+from graft.nodes.all_nodes import ALL_NODES
 
 ROOT = Path(graft.__file__).parent
 LANGUAGES = ("en", "zh", "ja", "de")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfy_api.latest import io
 
-from graft.nodes import ALL_NODES
+from graft.nodes.all_nodes import ALL_NODES
 from graft.nodes.node import Files, Node
 from graft.training.run.execute import execute
 from graft.training.run.folder import Run

@@ -7,43 +7,65 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..config import require
-from ..idle_settings import Idle, Values, idle_notes
+from ..config import inputs_of, require, setting
+from ..idle_settings import Idle, idle_notes
 
 FROM_FOLDER, FROM_GRAPH = "from a folder", "from the graph"
 
 MOST_ADDED = 2000
 """Letters of a prefix, a suffix or a trigger word."""
 
+JITTER = "Random {} change: 0.1 multiplies it by 0.9 to 1.1."
+
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
     """Where captions come from and what is done to them before the text encoder sees them."""
 
-    source: Literal["auto", "txt", "caption", "json", "jsonl", "file name", "folder name"] = "auto"
-    """For cat.png, "auto" takes the first there is of cat.txt, cat.caption, cat.json and metadata.jsonl."""
-    missing: Literal["error", "empty", "trigger"] = "error"
-    """What an image without a caption means. An empty caption file counts as missing.
-
-    With a trigger word, "empty" is that word alone too, since every caption gets it.
-    """
-    trigger: str = ""
-    """Replaces [trigger] in captions; put in front of captions that contain neither it nor [trigger]."""
-    prefix: str = ""
-    suffix: str = ""
+    source: Literal["auto", "txt", "caption", "json", "jsonl", "file name", "folder name"] = setting(
+        "auto",
+        "Source of captions; for cat.png, auto is the first of cat.txt, cat.caption, cat.json and "
+        "metadata.jsonl.",
+        input="captions_from",
+    )
+    # An empty caption file counts as missing. With a trigger word, "empty" is that word alone too.
+    missing: Literal["error", "empty", "trigger"] = setting(
+        "error",
+        "Images without a caption: an error, an empty caption, or the trigger word alone. A trigger goes "
+        "before an empty caption too.",
+        input="missing_captions",
+        main=True,
+    )
+    trigger: str = setting(
+        "",
+        "Trigger word, which calls up what is learned: it replaces [trigger] in captions, or goes before "
+        "captions that have neither.",
+        main=True,
+    )
+    prefix: str = setting("", "Text before every caption.")
+    suffix: str = setting("", "Text after every caption.")
     separator: str = ","
     """What divides a caption into tags."""
-    remove: tuple[str, ...] = ()
-    """Globs over tags, whatever their case; tags that match one are taken out of every caption."""
-    shuffle: bool = False
-    keep_tokens: int = 0
-    """The first tags of a caption, which shuffling and tag dropout leave alone."""
-    tag_dropout: float = 0.0
-    """Chance of each tag to be left out."""
+    remove: tuple[str, ...] = setting(
+        (),
+        "Patterns of tags to remove from every caption, one per line, e.g. *background",
+        input="remove_tags",
+    )
+    shuffle: bool = setting(False, "Shuffle comma-separated tags.", input="shuffle_tags")
+    keep_tokens: int = setting(
+        0, "Number of first tags that are never shuffled or dropped.", input="keep_tags", high=100
+    )
+    tag_dropout: float = setting(0.0, "Chance of dropping each tag.", high=0.99)
     variations: int = 8
     """How many versions of a caption are cached, where shuffle or tag dropout is on."""
-    dropout: float = 0.0
-    """Chance of the whole caption to be replaced by the empty one, drawn anew each time the image is seen."""
+    dropout: float = setting(
+        0.0,
+        "Chance of training an image without its caption, drawn anew each time; 0.05 to 0.1 keeps guidance "
+        "working.",
+        input="caption_dropout",
+        high=1,
+        main=True,
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -73,14 +95,11 @@ class BucketConfig:
     """Of several resolutions, train every image at each; if not, only at the largest that it fills."""
     step: int = 0
     """Sides are multiples of this many pixels; 0 is the model's own. Larger: fewer, fuller buckets."""
-    square: bool = False
-    """Crop everything to a square instead of the nearest aspect ratio."""
-    min_side: int = 0
-    """Shortest side of a bucket in pixels; 0 means half the resolution."""
-    max_side: int = 0
-    """Longest side of a bucket in pixels; 0 means twice the resolution."""
-    upscale: bool = True
-    """Enlarge images that are smaller than their bucket; if not, they get one of about their own size."""
+    square: bool = setting(False, "Crop every image to a square: no aspect-ratio buckets.")
+    min_side: int = setting(0, "Shortest side of a bucket in pixels; 0 is half the resolution.", high=16384)
+    max_side: int = setting(0, "Longest side of a bucket in pixels; 0 is twice the resolution.", high=16384)
+    # Those that are not enlarged get a bucket of about their own size.
+    upscale: bool = setting(True, "Enlarge images that are smaller than their bucket.")
 
     def __post_init__(self) -> None:
         require(bool(self.resolutions), "give at least one resolution, for example 1024.")
@@ -108,15 +127,14 @@ class AugmentConfig:
     cached; mirroring doubles that. Training then draws among the cached ones.
     """
 
-    crop: Literal["center", "random", "corners"] = "center"
-    flip: bool = False
-    """Cache both orientations and show either. Not for text, logos or faces with a parting."""
-    brightness: float = 0.0
-    """0.1 multiplies by 0.9 to 1.1."""
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
-    """0.1 turns the color circle by up to a tenth of it, either way."""
+    crop: Literal["center", "random", "corners"] = setting("center", "Part of an image that a crop takes.")
+    flip: bool = setting(
+        False, "Train mirrored images too. Not for text, logos or faces with a parting.", main=True
+    )
+    brightness: float = setting(0.0, JITTER.format("brightness"), high=1)
+    contrast: float = setting(0.0, JITTER.format("contrast"), high=1)
+    saturation: float = setting(0.0, JITTER.format("saturation"), high=1)
+    hue: float = setting(0.0, "Random hue change: 0.1 turns the color circle by up to a tenth.", high=0.5)
     variations: int = 4
     """Cached drawings an image of random or corner crops and color jitter; unused where neither is on."""
 
@@ -139,13 +157,13 @@ class MaskConfig:
     White (or opaque) counts fully, black (or transparent) by `outside`.
     """
 
-    source: Literal["off", "file", "alpha", "auto"] = "file"
-    """"file" takes name-mask.png where there is one.
-
-    "alpha" the image's transparency; "auto" the file, else alpha.
-    """
-    outside: float = 0.0
-    """Loss weight of the masked-out part, 0 to 1."""
+    source: Literal["file", "off", "alpha", "auto"] = setting(
+        "file",
+        "Mask of each image: name-mask.png beside it (file), its transparency (alpha), or the file, else "
+        "transparency (auto). White is trained.",
+        input="masks",
+    )
+    outside: float = setting(0.0, "Loss weight where the mask is black.", input="outside_mask", high=1)
 
     def __post_init__(self) -> None:
         require(
@@ -158,18 +176,27 @@ class MaskConfig:
 class DatasetConfig:
     """One folder of images, or one batch of images from the graph."""
 
-    recursive: bool = False
-    """Read subfolders too. Subfolders named like 10_cat are always read, with 10 repeats."""
-    repeats: int = 1
-    """How often an image is seen in an epoch; multiplied with the 10 of a folder named 10_cat."""
-    weight: float = 1.0
-    """Loss weight of this folder's images."""
-    regularisation: bool = False
-    """Images of the class in general, which hold the model where it was: never given the trigger word."""
-    skip_bad: bool = False
-    """Train without files that cannot be used. They are listed in the report; otherwise they stop the run."""
-    background: str = "#ffffff"
-    """Transparent images are laid on this color."""
+    recursive: bool = setting(
+        False, "Read subfolders too. Subfolders with names like 10_cat are always read.", main=True
+    )
+    repeats: int = setting(
+        1,
+        "Repeats of each image in an epoch, multiplied by the 10 of a folder named 10_cat.",
+        low=1,
+        high=1000,
+        main=True,
+    )
+    weight: float = setting(1.0, "Loss weight of these images.", low=0.001, high=1000)
+    regularisation: bool = setting(
+        False,
+        "Regularization images: the class in general, so that the model doesn't forget it; they never get "
+        "the trigger word.",
+    )
+    # They are listed in the report.
+    skip_bad: bool = setting(
+        False, "Skip unreadable images instead of stopping at them.", input="skip_bad_images", main=True
+    )
+    background: str = setting("#ffffff", "Color behind transparent images.")
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     bucket: BucketConfig = field(default_factory=BucketConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -194,7 +221,7 @@ class DatasetConfig:
 
 IDLE = (
     Idle(("min_side", "max_side"), {"square": (True,)}),
-    Idle(("min_side",), {"upscale": (False,)}, on="pictures smaller than their bucket"),
+    Idle(("min_side",), {"upscale": (False,)}, on="images smaller than their bucket"),
     Idle(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
     Idle(("outside_mask",), {"masks": ("off",)}),
     Idle(("captions_from",), {"images": (FROM_GRAPH,)}),
@@ -204,27 +231,22 @@ IDLE = (
 
 def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]:
     """Return a sentence for every setting that is not at its default and has no effect on these images."""
-    return idle_notes(_widgets(config, images), _widgets(DatasetConfig(), images), IDLE)
-
-
-def _widgets(config: DatasetConfig, images: str) -> Values:
-    return {
-        "images": images, "captions_from": config.caption.source, "shuffle_tags": config.caption.shuffle,
-        "keep_tags": config.caption.keep_tokens, "tag_dropout": config.caption.tag_dropout,
-        "square": config.bucket.square, "upscale": config.bucket.upscale,
-        "min_side": config.bucket.min_side, "max_side": config.bucket.max_side,
-        "masks": config.mask.source, "outside_mask": config.mask.outside,
-    }  # fmt: skip
+    values, defaults = ({"images": images, **inputs_of(found)} for found in (config, DatasetConfig()))
+    return idle_notes(values, defaults, IDLE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
     """Which images are held out and never trained on."""
 
-    fraction: float = 0.0
-    """Share of the images, chosen by their content: adding images hardly moves the others."""
-    names: tuple[str, ...] = ()
-    """Globs over the images' paths inside their folder: "cat.png", "validation/*"."""
+    fraction: float = setting(
+        0.0,
+        "Share of the images to hold out, chosen by content: new images hardly move the others.",
+        high=0.9,
+    )
+    names: tuple[str, ...] = setting(
+        (), "Patterns of file names to hold out as well, one per line, e.g. validation/*"
+    )
 
     def __post_init__(self) -> None:
         require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,12 @@ from ..config import (
     MemoryConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    SampleConfig,
     ScheduleConfig,
-    to_dict,
+    TrainConfig,
+    settings,
 )
-from ..data.config import BucketConfig
+from ..data.config import DatasetConfig
 from ..files.lora.diffusers import FILE_FORMATS
 
 Prompt = dict[str, dict[str, Any]]
@@ -93,6 +95,13 @@ class Node:
     kind: str
     title: str
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    newer: Collection[str] = ()
+    """Inputs that a graph leaves out where no key sets them, as graphs from before do."""
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Return the inputs that every graph has."""
+        return {name: value for name, value in self.inputs.items() if name not in self.newer}
 
 
 class _Builder:
@@ -106,123 +115,74 @@ class _Builder:
         self.prompt[key] = {
             "class_type": node.kind,
             "_meta": {"title": node.title},
-            "inputs": copy.deepcopy({**node.inputs, **inputs.get(name, {}), **wires}),
+            "inputs": copy.deepcopy({**node.written, **inputs.get(name, {}), **wires}),
         }
         return key
 
 
-_checkpoints, _memory, _sizes = CheckpointConfig(), MemoryConfig(), BucketConfig()
-_optimizer, _schedule, _adapter = OptimizerConfig(), ScheduleConfig(), AdapterConfig()
+def _node(
+    kind: str, title: str, *configs: type, main: bool = False, newer: Collection[str] = (), **others: Any
+) -> Node:
+    """Return the node that shows the settings of `configs`, and `others`."""
+    shown = [found for config in configs for found in settings(config, main=main)]
+    inputs = {found.input: "" if found.default == () else found.default for found in shown}
+    return Node(kind, title, others | inputs, {*newer, *(found.input for found in shown if found.added)})
+
 
 NODES: Mapping[str, Node] = {
-    "base": Node(
+    "base": _node(
         "GraftLoadBaseModel",
         "Load Base Model",
-        {
-            "model": "",
-            "text_encoder_1": FROM_CHECKPOINT,
-            "text_encoder_2": FROM_CHECKPOINT,
-            "text_encoder_3": FROM_CHECKPOINT,
-            "vae": FROM_CHECKPOINT,
-            "dtype": "auto",
-        },
+        model="",
+        text_encoder_1=FROM_CHECKPOINT,
+        text_encoder_2=FROM_CHECKPOINT,
+        text_encoder_3=FROM_CHECKPOINT,
+        vae=FROM_CHECKPOINT,
+        dtype="auto",
     ),
-    "assistant": Node("LoraLoaderModelOnly", "Load LoRA", {"lora_name": "", "strength_model": 1.0}),
-    "dataset_settings": Node(
-        "GraftDatasetSettings",
-        "Dataset Settings",
-        {
-            "captions_from": "auto", "prefix": "", "suffix": "", "shuffle_tags": False, "keep_tags": 0,
-            "tag_dropout": 0.0, "remove_tags": "", "crop": "center", "square": False,
-            "upscale": _sizes.upscale, "min_side": 0, "max_side": 0, "brightness": 0.0, "contrast": 0.0,
-            "saturation": 0.0, "hue": 0.0, "masks": "file", "outside_mask": 0.0, "weight": 1.0,
-            "regularisation": False, "background": "#ffffff",
-        },
+    "assistant": _node("LoraLoaderModelOnly", "Load LoRA", lora_name="", strength_model=1.0),
+    "dataset_settings": _node("GraftDatasetSettings", "Dataset Settings", DatasetConfig),
+    "dataset": _node(
+        "GraftLoadDataset", "Load Dataset", DatasetConfig, main=True, folder="", resolution="1024"
     ),
-    "dataset": Node(
-        "GraftLoadDataset",
-        "Load Dataset",
-        {
-            "folder": "", "resolution": "1024", "trigger": "", "missing_captions": "error", "repeats": 1,
-            "caption_dropout": 0.0, "flip": False, "recursive": False, "skip_bad_images": False,
-        },
-    ),
-    "join": Node("GraftJoinDatasets", "Join Datasets"),
-    "encode": Node("GraftEncodeDataset", "Encode Dataset", {"encode_again": False}),
-    "lora_settings": Node(
-        "GraftLoraSettings",
-        "LoRA Settings",
-        {
-            name: getattr(_adapter, name)
-            for name in (
-                "dropout", "rank_dropout", "module_dropout", "max_norm", "lora_plus_ratio", "rslora", "init",
-                "tucker", "factor", "decompose_both", "full_matrix", "blocks",
-            )
-        } | dict.fromkeys(("learning_rates", "ranks", "alphas", "algorithms"), ""),
-    ),
-    "lora": Node(
-        "GraftBuildLora",
-        "Build LoRA",
-        {
-            "algorithm": _adapter.algorithm, "rank": _adapter.rank, "alpha": _adapter.alpha,
-            "targets": _adapter.targets, "include": "", "exclude": "",
-        },
-    ),
-    "optimizer": Node(
+    "join": _node("GraftJoinDatasets", "Join Datasets"),
+    "encode": _node("GraftEncodeDataset", "Encode Dataset", encode_again=False),
+    "lora_settings": _node("GraftLoraSettings", "LoRA Settings", AdapterConfig),
+    "lora": _node("GraftBuildLora", "Build LoRA", AdapterConfig, main=True, newer=["text_encoder"]),
+    "optimizer": _node(
         "GraftOptimizerSettings",
         "Optimizer Settings",
-        {
-            "optimizer": _optimizer.name, "schedule": _schedule.name, "warmup_steps": _schedule.warmup_steps,
-            "weight_decay": _optimizer.weight_decay, "max_grad_norm": _optimizer.max_grad_norm,
-            "gradient_accumulation": 1, "floor": _schedule.floor, "cycles": _schedule.cycles,
-            "power": _schedule.power, "ema_decay": 0.0, "weights": _optimizer.weights,
-            "d_coef": _optimizer.d_coef, "beta1": _optimizer.betas[0], "beta2": _optimizer.betas[1],
-            "eps": _optimizer.eps, "ema_power": EmaConfig.power,
-        },
+        OptimizerConfig,
+        ScheduleConfig,
+        EmaConfig,
+        gradient_accumulation=TrainConfig.gradient_accumulation,
     ),
-    "objective": Node("GraftObjectiveSettings", "Objective Settings", to_dict(ObjectiveConfig())),
-    "memory": Node(
-        "GraftMemorySettings",
-        "Memory Settings",
-        {
-            "precision": _memory.dtype, "checkpointing": _memory.checkpointing, "base": _memory.base,
-            "budget_gb": _memory.budget_gb, "compile": _memory.compile,
-        },
+    "objective": _node("GraftObjectiveSettings", "Objective Settings", ObjectiveConfig),
+    "memory": _node("GraftMemorySettings", "Memory Settings", MemoryConfig),
+    "checkpoints": _node(
+        "GraftCheckpointSettings", "Checkpoint Settings", CheckpointConfig, tensorboard=False
     ),
-    "checkpoints": Node(
-        "GraftCheckpointSettings",
-        "Checkpoint Settings",
-        {
-            "minutes": _checkpoints.minutes, "steps": _checkpoints.steps, "keep": _checkpoints.keep,
-            "tensorboard": False,
-            "lora": _checkpoints.lora, "sqlite": _checkpoints.sqlite,
-        },
-    ),
-    "sample": Node(
-        "GraftSamplePrompts",
-        "Sample Prompts",
-        {
-            "prompts": "", "negative": "", "every": 100, "before_training": True, "width": 1024,
-            "height": 1024, "steps": 20, "cfg": 0.0, "sampler": "euler", "scheduler": "simple", "seed": 0,
-            "walk_seed": False, "guidance": -1.0,
-        },
-    ),
-    "train": Node(
+    "sample": _node("GraftSamplePrompts", "Sample Prompts", SampleConfig, prompts="", seed=0),
+    "train": _node(
         "GraftTrainSteps",
         "Train Steps",
-        {
-            "steps": 1000, "total_steps": 0, "learning_rate": 1e-4, "batch_size": 1, "seed": 0,
-            "name": "my_lora",
-        },
+        OptimizerConfig,
+        ScheduleConfig,
+        main=True,
+        batch_size=TrainConfig.batch_size,
+        steps=1000,
+        seed=0,
+        name="my_lora",
     ),
-    "save": Node(
+    "save": _node(
         "GraftSaveLora",
         "Save LoRA",
-        {
-            "name": "my_lora", "dtype": "bf16", "save_workflow": True, "format": next(iter(FILE_FORMATS)),
-        },
+        name="my_lora",
+        dtype="bf16",
+        save_workflow=True,
+        format=next(iter(FILE_FORMATS)),
     ),
-}  # fmt: skip
+}
 """The nodes of a graph; the names are those that KEYS and DATASET_KEYS use."""
 
 SETTINGS_OF_TRAIN_STEPS = {

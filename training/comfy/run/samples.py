@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ...config import SampleConfig
 from ...data.caption import LONGEST, literal
 from ...family import Family
 from ...files.whole_file import whole_file
@@ -45,30 +46,13 @@ PREVIEW_SIDE = 512
 
 
 @dataclass(frozen=True)
-class SamplePrompts:
-    """What to draw, how, and how often. Decides nothing about the training."""
+class SamplePrompts(SampleConfig):
+    """What to draw, how, and how often."""
 
     clip: Any
     vae: Any
     prompts: tuple[str, ...]
     """[trigger] stands for the dataset's trigger word."""
-    negative: str = ""
-    every: int = 100
-    """Steps between two sets of pictures; 0 draws none."""
-    before_training: bool = True
-    """Draw a first set at the step the run starts from."""
-    width: int = 1024
-    height: int = 1024
-    steps: int = 20
-    cfg: float = 0.0
-    """Guidance scale; 0 takes the family's."""
-    sampler: str = "euler"
-    scheduler: str = "simple"
-    seed: int = 0
-    walk_seed: bool = False
-    """Another seed for every set; otherwise sets differ by the training alone."""
-    guidance: float = -1.0
-    """Guidance input of guidance-distilled models, as Flux Guidance sets it; -1 leaves the model's."""
 
     def __post_init__(self) -> None:
         if not self.prompts:

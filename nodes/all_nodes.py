@@ -1,0 +1,71 @@
+"""ALL_NODES: every node that ComfyUI gets from Graft."""
+
+from __future__ import annotations
+
+from .base_model import LoadBaseModel
+from .checkpoint_settings import CheckpointSettings
+from .dataset import (
+    DatasetFromImages,
+    EncodeDataset,
+    JoinDatasets,
+    LoadDataset,
+    PreviewDataset,
+    SplitDataset,
+)
+from .dataset_settings import DatasetSettingsNode
+from .job import TrainingJob
+from .lora import BuildLora
+from .lora_settings import LoraSettings
+from .lora_tools import (
+    ConvertLora,
+    ExtractLora,
+    InspectLora,
+    MergeCheckpoint,
+    MergeLora,
+    ResizeLora,
+    UnmergeLora,
+)
+from .memory_settings import MemorySettings
+from .objective_settings import ObjectiveSettings
+from .optimizer_settings import OptimizerSettingsNode
+from .output import LoadTrainingState, SaveLora, SaveTrainingState
+from .pictures import CheckpointGrid, LossPlot, SamplePromptsNode
+from .tools import MemoryPlan, ValidationLoss
+from .train import TrainSteps
+from .validation_settings import ValidationSettings
+
+ALL_NODES = [
+    LoadBaseModel,
+    LoadDataset,
+    DatasetFromImages,
+    DatasetSettingsNode,
+    JoinDatasets,
+    PreviewDataset,
+    EncodeDataset,
+    SplitDataset,
+    BuildLora,
+    LoraSettings,
+    OptimizerSettingsNode,
+    ObjectiveSettings,
+    MemorySettings,
+    ValidationSettings,
+    CheckpointSettings,
+    SamplePromptsNode,
+    MemoryPlan,
+    TrainingJob,
+    TrainSteps,
+    LossPlot,
+    CheckpointGrid,
+    ValidationLoss,
+    SaveLora,
+    SaveTrainingState,
+    LoadTrainingState,
+    MergeLora,
+    UnmergeLora,
+    MergeCheckpoint,
+    ExtractLora,
+    ResizeLora,
+    ConvertLora,
+    InspectLora,
+]
+"""In workflow order."""
