@@ -12,7 +12,7 @@ from .sockets import schema
 
 
 class LoadBaseModel(Node):
-    """One node for a checkpoint, or for a diffusion model with text encoders and VAE in their own files."""
+    """A checkpoint, or a diffusion model with its text encoders and VAE in separate files."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -20,13 +20,13 @@ class LoadBaseModel(Node):
         return schema(
             node_id="GraftLoadBaseModel",
             display_name="Load Base Model",
-            description="Load the model to train a LoRA on. Stock loaders can be used in its place.",
+            description="Load the model to train a LoRA on. ComfyUI's own loaders work too.",
             search_aliases=["graft", "train", "lora", "checkpoint"],
             inputs=[
                 Files(
                     "model",
                     options=loading.model_files(),
-                    tooltip="The base: a .safetensors file from models/checkpoints or "
+                    tooltip="Base model: a .safetensors file from models/checkpoints or "
                     "models/diffusion_models.",
                 ),
                 *(
@@ -35,8 +35,7 @@ class LoadBaseModel(Node):
                         options=encoders,
                         default=FROM_CHECKPOINT,
                         optional=True,
-                        tooltip="A text encoder file, where the checkpoint holds none: CLIP-L, then CLIP-G "
-                        "or T5.",
+                        tooltip="Text encoder file, if the checkpoint has none: CLIP-L, then CLIP-G or T5.",
                     )
                     for number in (1, 2, 3)
                 ),
@@ -45,14 +44,14 @@ class LoadBaseModel(Node):
                     options=[FROM_CHECKPOINT, *loading.vae_files()],
                     default=FROM_CHECKPOINT,
                     optional=True,
-                    tooltip="A VAE file, where the checkpoint holds none.",
+                    tooltip="VAE file, if the checkpoint has none.",
                 ),
                 io.Combo.Input(
                     "dtype",
                     options=["auto", "bf16", "fp16", "fp32"],
                     default="auto",
                     optional=True,
-                    tooltip="Number format the weights are kept in; auto is ComfyUI's choice for this file "
+                    tooltip="Number format of the weights in memory; auto is ComfyUI's choice for this file "
                     "and device.",
                 ),
             ],

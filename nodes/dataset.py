@@ -15,8 +15,10 @@ from ..training.comfy.run.session import progress_bar, raise_if_cancelled
 from ..training.data.config import DatasetConfig, SplitConfig
 from ..training.user_error import UserError
 from .node import Files, Node
-from .sockets import Dataset, DatasetSettings, encoded, pictures, schema
+from .sockets import Dataset, DatasetSettings, require_encoded, require_images, schema
 from .widgets import read, widget
+
+SETTINGS = "From Dataset Settings; without it, its defaults."
 
 
 def _common_inputs() -> list[Any]:
@@ -36,27 +38,27 @@ def _common_inputs() -> list[Any]:
 
 
 class LoadDataset(Node):
-    """Name a folder of images with captions beside them. No pixel is read yet."""
+    """A folder of images with captions beside them. No pixel is read yet."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftLoadDataset",
             display_name="Load Dataset",
-            description="A folder of images in ComfyUI's input directory, each with its caption in a .txt "
-            "of the same name.",
+            description="Load a folder of images from ComfyUI's input directory, each with its caption in a "
+            ".txt file of the same name.",
             search_aliases=["graft", "images", "captions", "folder"],
             inputs=[
                 Files(
                     "folder",
                     options=data.list_datasets(paths.dataset_roots()),
-                    tooltip="A folder in ComfyUI's input directory, or one registered as graft_datasets in "
-                    "extra_model_paths.yaml. Folders named 10_cat count ten times.",
+                    tooltip="Folder in ComfyUI's input directory, or one registered as graft_datasets in "
+                    "extra_model_paths.yaml. A folder named 10_cat counts ten times.",
                 ),
                 *_common_inputs(),
                 widget(DatasetConfig, "recursive", optional=False),
                 widget(DatasetConfig, "skip_bad_images", optional=False),
-                DatasetSettings.Input("dataset_settings", optional=True),
+                DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
             outputs=[Dataset.Output("dataset")],
         )
@@ -84,27 +86,27 @@ class LoadDataset(Node):
 
 
 class DatasetFromImages(Node):
-    """Train on images that the graph made or loaded."""
+    """Images that the graph made or loaded, as a dataset."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftDatasetFromImages",
             display_name="Dataset From Images",
-            description="Images from the graph, with one caption a line or one for all.",
+            description="Train on images from the graph, with one caption per line or one for all.",
             search_aliases=["graft", "batch", "captions"],
             is_input_list=True,  # nodes that load a folder give a list, which is one dataset and not many
             inputs=[
-                io.Image.Input("images"),
+                io.Image.Input("images", tooltip="One or more images, for instance from Load Image."),
                 io.String.Input(
                     "captions",
                     default="",
                     multiline=True,
-                    tooltip="One line for each image, or one line for all.",
+                    tooltip="Captions, one line per image, or one line for all.",
                 ),
                 *_common_inputs(),
-                io.Mask.Input("masks", optional=True, tooltip="White counts, black does not."),
-                DatasetSettings.Input("dataset_settings", optional=True),
+                io.Mask.Input("masks", optional=True, tooltip="Masks: white is trained, black is not."),
+                DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
             outputs=[Dataset.Output("dataset")],
         )
@@ -139,19 +141,19 @@ class JoinDatasets(Node):
         return schema(
             node_id="GraftJoinDatasets",
             display_name="Join Datasets",
-            description="Train on several datasets at once, for instance a face and regularisation images.",
-            search_aliases=["graft", "concat", "regularisation"],
+            description="Train on several datasets at once, for instance a face and regularization images.",
+            search_aliases=["graft", "concat", "regularization", "regularisation"],
             inputs=[
-                Dataset.Input("dataset_1"),
-                Dataset.Input("dataset_2"),
-                Dataset.Input("dataset_3", optional=True),
-                Dataset.Input("dataset_4", optional=True),
+                Dataset.Input("dataset_1", tooltip="First dataset."),
+                Dataset.Input("dataset_2", tooltip="Second dataset."),
+                Dataset.Input("dataset_3", optional=True, tooltip="Third dataset."),
+                Dataset.Input("dataset_4", optional=True, tooltip="Fourth dataset."),
                 io.String.Input(
                     "shares",
                     default="",
                     optional=True,
-                    tooltip="How much of an epoch each dataset fills, whatever its size: 1, 1 is half and "
-                    "half. Empty: as its pictures and repeats say.",
+                    tooltip="Share of an epoch for each dataset, whatever its size: 1, 1 is half and half. "
+                    "Empty: by the number of images and repeats.",
                 ),
             ],
             outputs=[Dataset.Output("dataset")],
@@ -159,7 +161,7 @@ class JoinDatasets(Node):
 
     @classmethod
     def execute(cls, shares: str = "", **datasets: Any) -> io.NodeOutput:
-        connected = [pictures(d, name) for name, d in sorted(datasets.items()) if d is not None]
+        connected = [require_images(d, name) for name, d in sorted(datasets.items()) if d is not None]
         joined = data.join(connected, shares=_shares(shares))
         return io.NodeOutput(joined, ui={"text": [data.summary(joined)]})
 
@@ -172,7 +174,7 @@ class PreviewDataset(Node):
         return schema(
             node_id="GraftPreviewDataset",
             display_name="Preview Dataset",
-            description="A sheet of images with their crop, size and caption as trained.",
+            description="Show images with their crop, size and caption, as they are trained.",
             search_aliases=["graft", "inspect", "crop"],
             inputs=[
                 Dataset.Input("dataset", tooltip="From Load Dataset."),
@@ -182,7 +184,7 @@ class PreviewDataset(Node):
                     default=16,
                     min=1,
                     max=64,
-                    tooltip="How many images to show, evenly over the set.",
+                    tooltip="Number of images to show, evenly spread over the dataset.",
                 ),
             ],
             outputs=[io.Image.Output("image"), io.String.Output("report")],
@@ -192,28 +194,28 @@ class PreviewDataset(Node):
     def execute(cls, dataset: Any, model: Any, count: int) -> io.NodeOutput:
         step = ComfyDenoiser(model).family.bucket_step
         with progress_bar() as on_progress:
-            sheet = data.preview(pictures(dataset), step=step, count=count, on_progress=on_progress)
+            sheet = data.preview(require_images(dataset), step=step, count=count, on_progress=on_progress)
         return io.NodeOutput(sheet, data.summary(dataset))
 
 
 class EncodeDataset(Node):
-    """Run every image and caption through VAE and text encoders, once; the results are kept on disk."""
+    """Run every image and caption through VAE and text encoders once, and cache the results on disk."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftEncodeDataset",
             display_name="Encode Dataset",
-            description="Encode images and captions once and keep the results; a second run encodes only "
+            description="Encode images and captions once and cache the results; a second run encodes only "
             "what changed.",
             search_aliases=["graft", "latents", "cache"],
             inputs=[
-                Dataset.Input("dataset"),
+                Dataset.Input("dataset", tooltip="From Load Dataset."),
                 io.Model.Input("model", tooltip="Decides the sizes of the buckets."),
-                io.Clip.Input("clip"),
-                io.Vae.Input("vae"),
+                io.Clip.Input("clip", tooltip="The text encoders."),
+                io.Vae.Input("vae", tooltip="The VAE."),
                 io.Boolean.Input(
-                    "encode_again", default=False, tooltip="Ignore what is cached and encode everything anew."
+                    "encode_again", default=False, tooltip="Ignore the cache and encode everything again."
                 ),
             ],
             outputs=[Dataset.Output("dataset_encoded", display_name="dataset")],
@@ -224,7 +226,7 @@ class EncodeDataset(Node):
         encoder = ComfyEncoder(vae, clip, ComfyDenoiser(model).family)
         with progress_bar() as on_progress:
             encoded = data.encode(
-                pictures(dataset),
+                require_images(dataset),
                 encoder,
                 paths.cache_folder(),
                 recache=encode_again,
@@ -234,15 +236,14 @@ class EncodeDataset(Node):
 
 
 class SplitDataset(Node):
-    """Hold images back from training, to measure how well the LoRA does on what it has not seen."""
+    """Hold out images, to measure how well the LoRA does on what it has not seen."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftSplitDataset",
             display_name="Split Dataset",
-            description="Hold a share of the images back for validation: always the same ones for the same "
-            "images.",
+            description="Hold out a share of the images for validation: the same images are always held out.",
             search_aliases=["graft", "validation", "held-out"],
             inputs=[
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
@@ -254,7 +255,7 @@ class SplitDataset(Node):
 
     @classmethod
     def execute(cls, dataset: Any, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(*encoded(dataset).split(read(SplitConfig(), values)))
+        return io.NodeOutput(*require_encoded(dataset).split(read(SplitConfig(), values)))
 
 
 def _config(settings: DatasetConfig | None, *, resolution: str, **values: Any) -> DatasetConfig:
@@ -268,7 +269,7 @@ def _resolutions(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:
         raise UserError(
-            f"resolution: {text!r} is not a number of pixels; write 1024, or several like 512, 1024."
+            f"resolution: {text!r} is not a number of pixels; write 1024, or several, such as 512, 1024."
         ) from None
 
 
@@ -276,4 +277,4 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError:
-        raise UserError(f"shares: {text!r} are no numbers; write one a dataset, as in 1, 1.") from None
+        raise UserError(f"shares: {text!r} are not numbers; write one per dataset, such as 1, 1.") from None

@@ -24,24 +24,25 @@ from .sockets import Checkpoints, Dataset, Lora, Memory, Objective, Optimizer, S
 
 
 class TrainingJob(Node):
-    """What a job file says, for the nodes that do it. The base model is loaded beside it."""
+    """A job file as values for other nodes. The base model is loaded separately."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftTrainingJob",
             display_name="Training Job",
-            description="Read a job file in the layout of EriDiffusion and ai-toolkit. Wire what it says "
-            "into Encode Dataset and Train Steps.",
+            description="Read a job file in the layout of EriDiffusion and ai-toolkit. Connect its outputs "
+            "to Encode Dataset and Train Steps.",
             search_aliases=["graft", "yaml", "config", "ai-toolkit", "eridiffusion"],
             inputs=[
                 Files(
                     "file",
                     options=jobs.job_files(),
-                    tooltip="A .yaml file in ComfyUI's input folder, or in one registered as graft_datasets.",
+                    tooltip="Job file: a .yaml file in ComfyUI's input folder, or in one registered as "
+                    "graft_datasets.",
                 ),
-                io.Clip.Input("clip", optional=True, tooltip="To draw the file's sample prompts."),
-                io.Vae.Input("vae", optional=True, tooltip="To draw the file's sample prompts."),
+                io.Clip.Input("clip", optional=True, tooltip="CLIP, to draw the file's sample prompts."),
+                io.Vae.Input("vae", optional=True, tooltip="VAE, to draw the file's sample prompts."),
             ],
             outputs=[
                 Dataset.Output("dataset", tooltip="For Encode Dataset."),
@@ -83,7 +84,7 @@ class TrainingJob(Node):
         text = [data.summary(dataset), *_on_no_wire(job)]
         if assistant := job.nodes(NODES["assistant"].kind):
             name = assistant[0]["inputs"]["lora_name"]
-            text.append(f"assistant LoRA: {name}, with Load LoRA onto the MODEL of Train Steps")
+            text.append(f"assistant LoRA: {name}; apply it with Load LoRA to the MODEL for Train Steps")
         if job.nodes("GraftSamplePrompts") and not draws:
             text.append("connect CLIP and VAE to draw the samples")
         return io.NodeOutput(
@@ -101,7 +102,7 @@ class TrainingJob(Node):
 
 
 def _on_no_wire(job: Job) -> list[str]:
-    """Return a line for each node that the file sets inputs of and no wire from here leads to."""
+    """Return a line for each node whose inputs the file sets, but which no output of this node reaches."""
     lines = []
     for name in ("base", "encode", "save"):
         node, given = NODES[name], _inputs(job, name)
@@ -128,7 +129,7 @@ def _dataset(job: Job) -> Any:
 
 
 def _made(job: Job, number: str) -> Any:
-    """Return the first output of a node of the job's graph, made with all that it is wired to."""
+    """Return the first output of a node of the job's graph, executed with the nodes it is wired to."""
     node = job.prompt[number]
     inputs = {
         name: _made(job, value[0]) if isinstance(value, list) else value
@@ -152,5 +153,5 @@ def _inputs(job: Job, name: str) -> dict[str, Any]:
 
 
 def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that are no wires."""
+    """Return the inputs that are not wires."""
     return {name: value for name, value in inputs.items() if not isinstance(value, list)}

@@ -19,18 +19,18 @@ from .sockets import Lora, schema
 from .widgets import advanced, read, widget
 
 SIZES: dict[str, Literal["file", "settings"]] = {"as in the file": "file", "as set here": "settings"}
-"""What people choose -> AdapterConfig.start_size."""
+"""Choice -> AdapterConfig.start_size."""
 
 
 class BuildLora(Node):
-    """Choose method, size and layers. Connect the model to see how many layers and parameters that gives."""
+    """Choose method, size and layers. Connect the model to see how many layers and parameters are trained."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftBuildLora",
             display_name="Build LoRA",
-            description="Choose what is trained: the method, its size, and which layers of the model.",
+            description="Choose what to train: the method, its size, and the layers of the model.",
             search_aliases=["graft", "train", "lora", "rank"],
             inputs=[
                 widget(AdapterConfig, "algorithm", list(ADAPTERS), optional=False),
@@ -40,7 +40,9 @@ class BuildLora(Node):
                 widget(AdapterConfig, "include"),
                 widget(AdapterConfig, "exclude"),
                 io.Model.Input(
-                    "model", optional=True, tooltip="Connect it to check the choice before training."
+                    "model",
+                    optional=True,
+                    tooltip="Base model; connect it to check the choice before training.",
                 ),
                 widget(AdapterConfig, "text_encoder"),
                 Files(
@@ -48,9 +50,9 @@ class BuildLora(Node):
                     options=[NONE, *lora_file_names()],
                     default=NONE,
                     optional=True,
-                    tooltip="A LoRA file to go on training, of any software. All its layers are trained, "
-                    "also those that targets, include, exclude and blocks leave out. What of it fits no "
-                    "layer of the model is listed here and on Train Steps.",
+                    tooltip="LoRA file to continue training, from any software. All its layers are trained, "
+                    "also those that targets, include, exclude and blocks leave out. Layers that do not "
+                    "fit the model are listed here and on Train Steps.",
                 ),
                 advanced(
                     io.Combo.Input(
@@ -58,8 +60,8 @@ class BuildLora(Node):
                         options=list(SIZES),
                         default=next(iter(SIZES)),
                         optional=True,
-                        tooltip="Of the file to start from: its own algorithm, rank and alpha, or those set "
-                        "here; what a larger rank adds begins at nothing.",
+                        tooltip="Algorithm, rank and alpha of the file to start from: its own, or those set "
+                        "here; a larger rank starts with zeros.",
                     )
                 ),
             ],

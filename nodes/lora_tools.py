@@ -69,7 +69,7 @@ def _written(result: tuple[Path, str]) -> io.NodeOutput:
 
 
 class _ReadsFiles(Node):
-    """A node whose inputs name files: it runs again when one of them was replaced under its name."""
+    """A node whose inputs name files: it runs again when one of them is replaced under the same name."""
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
@@ -85,23 +85,23 @@ FILES: Mapping[str, Callable[[str], Path]] = {
 
 
 class MergeLora(_ReadsFiles):
-    """A LoRA in a MODEL, to be taken out again."""
+    """A MODEL with a LoRA merged in, which Unmerge LoRA can take out again."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftMergeLora",
             display_name="Merge LoRA",
-            description="Put a LoRA into MODEL and CLIP. Unlike Load LoRA it lists keys that fit nothing, "
-            "refuses to merge twice, and Unmerge LoRA takes it out again. To keep the result, follow it with "
-            "Save Checkpoint.",
+            description="Merge a LoRA into MODEL and CLIP. Unlike Load LoRA, it lists keys that do not fit, "
+            "refuses to merge twice, and can be undone with Unmerge LoRA. To save the result, use Save "
+            "Checkpoint.",
             search_aliases=["graft", "apply lora", "fuse"],
             inputs=[
-                io.Model.Input("model", tooltip="It is not changed."),
-                _lora("From models/loras and output/loras."),
-                _strength("strength_model", "1 is as trained; below 0 turns it round."),
-                _strength("strength_clip", "Of the text encoder part, where the LoRA has one."),
-                io.Clip.Input("clip", optional=True, tooltip="For LoRAs with a text encoder part."),
+                io.Model.Input("model", tooltip="Model to merge into; it is not changed."),
+                _lora("LoRA file from models/loras or output/loras."),
+                _strength("strength_model", "Strength: 1 is as trained; below 0 inverts the LoRA."),
+                _strength("strength_clip", "Strength of the text encoder part, if the LoRA has one."),
+                io.Clip.Input("clip", optional=True, tooltip="CLIP, for LoRAs with a text encoder part."),
             ],
             outputs=[io.Model.Output("MODEL"), io.Clip.Output("CLIP"), io.String.Output("report")],
         )
@@ -115,20 +115,22 @@ class MergeLora(_ReadsFiles):
 
 
 class UnmergeLora(_ReadsFiles):
-    """A MODEL as it was before Merge LoRA."""
+    """The MODEL from before Merge LoRA."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftUnmergeLora",
             display_name="Unmerge LoRA",
-            description="Take a LoRA out of MODEL and CLIP again: the weights are those from before Merge "
+            description="Take a merged LoRA out of MODEL and CLIP: the weights are those from before Merge "
             "LoRA, bit for bit.",
             search_aliases=["graft", "remove lora"],
             inputs=[
-                io.Model.Input("model", tooltip="From Merge LoRA, or a node after it. It is not changed."),
-                _lora("The LoRA that was merged, under any name."),
-                io.Clip.Input("clip", optional=True),
+                io.Model.Input(
+                    "model", tooltip="Model from Merge LoRA, or from a node after it; it is not changed."
+                ),
+                _lora("LoRA that was merged, under any name."),
+                io.Clip.Input("clip", optional=True, tooltip="CLIP from Merge LoRA."),
             ],
             outputs=[io.Model.Output("MODEL"), io.Clip.Output("CLIP")],
         )
@@ -140,21 +142,21 @@ class UnmergeLora(_ReadsFiles):
 
 
 class MergeCheckpoint(_ReadsFiles):
-    """A LoRA in a checkpoint file."""
+    """A checkpoint file with a LoRA merged in."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftMergeCheckpoint",
             display_name="Merge LoRA Into Checkpoint",
-            description="Write a copy of a checkpoint with a LoRA in it, to output/checkpoints. The file is "
-            "copied weight by weight, so it needs hardly any memory.",
+            description="Write a copy of a checkpoint with a LoRA merged in, to output/checkpoints. The file "
+            "is copied weight by weight, so it needs hardly any memory.",
             search_aliases=["graft", "bake", "fuse"],
             is_output_node=True,
             inputs=[
-                _model_file("checkpoint", "The file that is copied; bf16, fp16 or fp32 weights."),
-                _lora("What is merged."),
-                _strength("strength", "1 is as trained."),
+                _model_file("checkpoint", "Checkpoint to copy, with bf16, fp16 or fp32 weights."),
+                _lora("LoRA to merge."),
+                _strength("strength", "Strength: 1 is as trained."),
                 _output("checkpoints", "merged"),
             ],
             outputs=[io.String.Output("path")],
@@ -173,13 +175,13 @@ class ExtractLora(_ReadsFiles):
         return schema(
             node_id="GraftExtractLora",
             display_name="Extract LoRA",
-            description="Make a LoRA of what a fine-tuned model has that its original has not, in "
-            "output/loras. What a LoRA cannot hold (biases, norms, the VAE) is listed.",
+            description="Save the difference between a fine-tuned model and its original as a LoRA in "
+            "output/loras. Parts that a LoRA cannot hold (biases, norms, the VAE) are listed.",
             search_aliases=["graft", "svd", "difference"],
             is_output_node=True,
             inputs=[
-                _model_file("original", "The model that the other one was made from."),
-                _model_file("tuned", "The fine-tuned model; of the same kind."),
+                _model_file("original", "Original model, which the other was fine-tuned from."),
+                _model_file("tuned", "Fine-tuned model, of the same architecture."),
                 *_size(rank=32),
                 _dtype(),
                 _output(default="extracted"),
@@ -195,18 +197,18 @@ class ExtractLora(_ReadsFiles):
 
 
 class ResizeLora(_ReadsFiles):
-    """A LoRA in a lower rank."""
+    """A LoRA of lower rank."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftResizeLora",
             display_name="Resize LoRA",
-            description="Make a LoRA smaller: the best approximation of each layer in a lower rank, in "
-            "output/loras. LoHa, LoKr and whole differences become plain LoRA.",
+            description="Make a LoRA smaller, in output/loras: each layer becomes its best approximation of "
+            "lower rank. LoHa, LoKr and full differences become plain LoRA.",
             search_aliases=["graft", "rank", "compress", "svd"],
             is_output_node=True,
-            inputs=[_lora("What is made smaller."), *_size(rank=8), _dtype(), _output(default="resized")],
+            inputs=[_lora("LoRA to resize."), *_size(rank=8), _dtype(), _output(default="resized")],
             outputs=[io.String.Output("path")],
         )
 
@@ -223,26 +225,26 @@ class ConvertLora(_ReadsFiles):
         return schema(
             node_id="GraftConvertLora",
             display_name="Convert LoRA",
-            description="Write a LoRA under the names of other software, or in another number format, to "
-            "output/loras; names that ComfyUI does not read go to output/diffusers. What it computes stays "
-            "the same.",
+            description="Convert a LoRA to the layer names of other software, or to another number format, "
+            "in output/loras; files that ComfyUI cannot read go to output/diffusers. The effect stays the "
+            "same.",
             search_aliases=["graft", "kohya", "diffusers", "peft"],
             is_output_node=True,
             inputs=[
-                _lora("What is converted."),
+                _lora("LoRA to convert."),
                 io.Combo.Input(
                     "layout",
                     options=list(LAYOUTS),
                     default=LAYOUTS[0],
-                    tooltip="kohya: ComfyUI, Forge, sd-scripts. native: ComfyUI and ai-toolkit; of "
-                    "Qwen-Image, HiDream and Z-Image also diffusers, of Flux.2 within the blocks. peft: PEFT "
-                    "on the original model. diffusers: diffusers.",
+                    tooltip="Layer names. kohya: for ComfyUI, Forge, sd-scripts. native: for ComfyUI and "
+                    "ai-toolkit; also for diffusers with Qwen-Image, HiDream and Z-Image, and with the "
+                    "blocks of Flux.2. peft: for PEFT on the original model. diffusers: for diffusers.",
                 ),
                 _dtype((AS_IT_IS, *DTYPES)),
                 _model_file(
                     "base",
-                    "A checkpoint of the LoRA's base. Needed where names alone do not tell which layer is "
-                    "meant: from kohya to another layout, and from and to diffusers.",
+                    "Checkpoint of the LoRA's base. Needed if names alone do not identify a layer: from "
+                    "kohya to another layout, and to or from diffusers.",
                     [NONE],
                 ),
                 _output(default="converted"),
@@ -256,18 +258,17 @@ class ConvertLora(_ReadsFiles):
 
 
 class InspectLora(_ReadsFiles):
-    """What a LoRA file holds."""
+    """What is in a LoRA file."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftInspectLora",
             display_name="Inspect LoRA",
-            description="Show a LoRA's method, rank, strength, base model, how much it changes in each "
-            "block, and its metadata.",
+            description="Show a LoRA's method, rank, strength, base model, change by block, and metadata.",
             search_aliases=["graft", "metadata", "norms", "rank"],
             is_output_node=True,
-            inputs=[_lora("What is looked at.")],
+            inputs=[_lora("LoRA to inspect.")],
             outputs=[io.String.Output("report")],
         )
 

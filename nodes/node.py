@@ -1,4 +1,4 @@
-"""What every node of Graft does: it checks its inputs, leaves inference mode, and its errors can be written.
+"""What every node of Graft does: it checks its inputs, leaves inference mode, and its errors are readable.
 
 ComfyUI 0.3.75 passes on whatever a client sends as a choice of a menu, and its queue ends with a message that
 its log cannot write. The one rule: a class in ALL_NODES is a `Node`.
@@ -62,7 +62,7 @@ def _without_null(schema: io.Schema, values: Mapping[str, Any]) -> dict[str, Any
     for entry in schema.inputs:
         is_null = entry.id in values and values[entry.id] is None
         if is_null and isinstance(entry, io.WidgetInput) and not entry.optional:
-            raise UserError(f"{entry.id}: nothing is given, and {schema.display_name} needs it.")
+            raise UserError(f"{entry.id}: missing; {schema.display_name} needs a value.")
     optional = {entry.id for entry in schema.inputs if entry.optional}
     return {name: value for name, value in values.items() if value is not None or name not in optional}
 
@@ -81,7 +81,7 @@ def _require_usable(entry: Any, value: Any) -> None:
         require_letters(value, f"{entry.id}: {shown(value)}")
     elif isinstance(entry, Files):
         if not isinstance(value, str) or len(value) > LONGEST_NAME:
-            raise UserError(f"{entry.id}: {shown(value)} is no name of a file; choose one of the menu.")
+            raise UserError(f"{entry.id}: {shown(value)} is not a file name; choose one from the menu.")
     elif isinstance(entry, io.Combo.Input) and value not in entry.options:
         choices = ", ".join(map(str, entry.options))
         raise UserError(f"{entry.id}: {shown(value)} is not one of {choices}.")

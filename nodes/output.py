@@ -27,19 +27,19 @@ from .sockets import State, schema
 
 
 class SaveLora(Node):
-    """Write the LoRA where the stock Load LoRA node finds it."""
+    """A LoRA file where ComfyUI's Load LoRA finds it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftSaveLora",
             display_name="Save LoRA",
-            description="Save the LoRA as .safetensors in output/loras, where Load LoRA lists it. Files for "
-            "diffusers alone go to output/diffusers.",
+            description="Save the LoRA as .safetensors in output/loras, where Load LoRA lists it. Files that "
+            "only diffusers reads go to output/diffusers.",
             search_aliases=["graft", "export", "safetensors"],
             is_output_node=True,
             inputs=[
-                State.Input("state"),
+                State.Input("state", tooltip="From Train Steps or Load Training State."),
                 io.String.Input(
                     "name",
                     default="my_lora",
@@ -54,36 +54,37 @@ class SaveLora(Node):
                 io.Boolean.Input(
                     "save_workflow",
                     default=True,
-                    tooltip="Put this workflow into the file, so that it can be opened again.",
+                    tooltip="Save this workflow in the file, so that it can be opened again.",
                 ),
                 io.Combo.Input(
                     "format",
                     options=list(FILE_FORMATS),
                     default=next(iter(FILE_FORMATS)),
                     optional=True,
-                    tooltip="How the file names the layers. ComfyUI's names load in ComfyUI, Forge and "
-                    "sd-scripts; of SDXL, Qwen-Image, HiDream and Z-Image also in diffusers, of Flux, Flux.2 "
-                    "and Chroma if trained with targets attn or attn-mlp. ComfyUI does not read all of "
-                    "diffusers' names of SD1.5, SD2, SDXL, Lumina 2, Flux.2 and Chroma: those files go to "
+                    tooltip="Layer names in the file. ComfyUI's names load in ComfyUI, Forge and sd-scripts; "
+                    "for SDXL, Qwen-Image, HiDream and Z-Image in diffusers too, and for Flux, Flux.2 and "
+                    "Chroma if trained with targets attn or attn-mlp. ComfyUI cannot read all diffusers "
+                    "names of SD1.5, SD2, SDXL, Lumina 2, Flux.2 and Chroma: those files go to "
                     "output/diffusers, where Load LoRA does not list them.",
                 ),
                 io.String.Input(
                     "trigger",
                     default="",
                     optional=True,
-                    tooltip="The word that calls up what was learned, for the file to say. Empty: the "
-                    "dataset's.",
+                    tooltip="Trigger word to save in the file. Empty: the dataset's.",
                 ),
                 io.Image.Input(
-                    "cover", optional=True, tooltip="A picture for the file, shown by model browsers."
+                    "cover",
+                    optional=True,
+                    tooltip="Cover image to save in the file, which model browsers show.",
                 ),
                 io.Combo.Input(
                     "weights",
                     options=["average", "last step"],
                     default="average",
                     optional=True,
-                    tooltip="Of a run that keeps a moving average: the average, or the last step's weights. "
-                    "Other runs have the last step's alone.",
+                    tooltip="Weights to save: the moving average of a run that has one, or the last step's. "
+                    "Other runs have the last step's only.",
                 ),
             ],
             outputs=[io.String.Output("path")],
@@ -125,26 +126,26 @@ class SaveLora(Node):
             remedy = "Choose another name, or free some space there"
             if WINDOWS and path.is_file() and isinstance(error.__cause__ or error, PermissionError):
                 remedy = (
-                    "Windows replaces no file that is open, and a Load LoRA of this session may still hold "
-                    "this one: choose another name, or restart ComfyUI"
+                    "Windows does not replace a file that is open, and a Load LoRA node may still have this "
+                    "one open: choose another name, or restart ComfyUI"
                 )
             raise UserError(
                 f"{path}: the LoRA could not be saved ({error.strerror or error}). {remedy}, and queue the "
-                "graph again: nothing that was trained is lost."
+                "graph again: no training is lost."
             ) from error
         text = f"{path.name}: step {trained.step}, {path.stat().st_size / 1e6:.1f} MB"
         if not comfy_reads(format, family):
-            text += f"; in {path.parent}, as ComfyUI's Load LoRA does not read these names"
+            text += f"; in {path.parent}, because ComfyUI's Load LoRA does not read these names"
         if before not in (None, metadata[WEIGHTS]):
             text += (
-                "; another LoRA of this name was replaced. A Load LoRA that has read it shows the old one "
-                "until another file was chosen there; a name with {step} keeps both."
+                "; it replaced another LoRA of this name. A Load LoRA that has read the old one keeps it "
+                "until you choose another file there; a name with {step} keeps both files."
             )
         return io.NodeOutput(str(path), ui={"text": [text]})
 
 
 def _weights_in(path: Path) -> str | None:
-    """Return the digest of a LoRA file's weights, "" where it has none, None where there is no file."""
+    """Return the digest of a LoRA file's weights, "" if it has none, None if there is no file."""
     try:
         return TensorFile(path).metadata.get(WEIGHTS, "")
     except ValueError:
@@ -158,25 +159,25 @@ def _graph(node: QueuedNode) -> dict[str, Any]:
 
 
 def _seconds(state: StateHandle) -> float:
-    """Return how long the run that a state lies in took to reach it; 0 where its log is not there."""
+    """Return the seconds that a state's run took to reach it; 0 without its log."""
     steps = read_log(state.path.parent.parent / "log.jsonl")
     return sum(entry.get("seconds") or 0.0 for entry in steps if entry["step"] <= state.step)
 
 
 class SaveTrainingState(Node):
-    """Keep a training state under a name of your own."""
+    """A training state under a name of your own."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftSaveTrainingState",
             display_name="Save Training State",
-            description="Keep everything needed to go on training later, in output/graft/states.",
+            description="Save everything needed to continue training later, in output/graft/states.",
             search_aliases=["graft", "checkpoint", "resume"],
             is_output_node=True,
             inputs=[
-                State.Input("state"),
-                io.String.Input("name", default="my_lora", tooltip="Folder under output/graft/states."),
+                State.Input("state", tooltip="From Train Steps or Load Training State."),
+                io.String.Input("name", default="my_lora", tooltip="Folder name under output/graft/states."),
             ],
             outputs=[io.String.Output("path")],
         )
@@ -189,15 +190,15 @@ class SaveTrainingState(Node):
 
 
 class LoadTrainingState(Node):
-    """Go on from a saved training state."""
+    """A saved training state, to continue from."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftLoadTrainingState",
             display_name="Load Training State",
-            description="Load what Save Training State kept, or the newest checkpoint of a run, to go on "
-            "training on the same base model.",
+            description="Load a state from Save Training State, or the newest checkpoint of a run, to "
+            "continue training on the same base model.",
             search_aliases=["graft", "resume"],
             inputs=[
                 io.String.Input(
@@ -220,7 +221,7 @@ class LoadTrainingState(Node):
 
 
 def _saved(name: str) -> StateHandle:
-    """Return the state that was saved under a name, else the newest sound one of the run with that folder."""
+    """Return the state saved under a name, else the newest valid one of the run with that folder name."""
     folder = paths.state_folder(name)
     if (folder / "state.json").exists():
         return open_state(folder)
@@ -228,6 +229,6 @@ def _saved(name: str) -> StateHandle:
     if found is None:
         raise UserError(
             f"Load Training State: {name!r} is neither a state in {folder.parent} nor a run with a "
-            f"checkpoint in {folder.parent.parent}; look there for the folder's name."
+            f"checkpoint in {folder.parent.parent}; look up the folder's name there."
         )
     return found

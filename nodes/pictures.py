@@ -24,7 +24,7 @@ ORDER = (
 
 
 class SamplePromptsNode(Node):
-    """What to draw while a LoRA is trained, or to compare its checkpoints by."""
+    """Sample images to draw during training, or to compare checkpoints with."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -32,8 +32,8 @@ class SamplePromptsNode(Node):
         return schema(
             node_id="GraftSamplePrompts",
             display_name="Sample Prompts",
-            description="Draw pictures during training, with ComfyUI's own sampler. They appear on Train "
-            "Steps and in the run's folder, and change nothing in what is trained.",
+            description="Draw sample images during training, with ComfyUI's own sampler. They appear on "
+            "Train Steps and in the run's folder, and do not affect the training.",
             search_aliases=["graft", "preview", "sample", "validation prompt"],
             inputs=[
                 io.Clip.Input("clip", tooltip="The text encoders."),
@@ -55,16 +55,16 @@ class SamplePromptsNode(Node):
 
 
 class LossPlot(Node):
-    """The course of a run as a picture."""
+    """The loss of a run as an image."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftLossPlot",
             display_name="Loss Plot",
-            description="Draw the loss of every step, its mean, and the loss on held-out images.",
+            description="Plot the loss of every step, its mean, and the validation loss.",
             search_aliases=["graft", "graph", "chart", "curve"],
-            inputs=[State.Input("state")],
+            inputs=[State.Input("state", tooltip="From Train Steps or Load Training State.")],
             outputs=[io.Image.Output("IMAGE")],
         )
 
@@ -74,31 +74,35 @@ class LossPlot(Node):
 
 
 class CheckpointGrid(Node):
-    """A run's checkpoints beside one another, to choose by eye."""
+    """A run's checkpoints side by side, to choose by eye."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftCheckpointGrid",
             display_name="Checkpoint Grid",
-            description="Draw the prompts with checkpoints of a run, evenly spread, at one or several "
-            "strengths. Checkpoint Settings say how many are kept.",
+            description="Draw the prompts with evenly spread checkpoints of a run, at one or several "
+            "strengths. Checkpoint Settings decide how many checkpoints there are.",
             search_aliases=["graft", "compare", "xy plot", "best"],
             inputs=[
-                io.Model.Input("model", tooltip="The base, without the LoRA."),
-                State.Input("state", tooltip="Its run's checkpoints up to it are drawn."),
-                Samples.Input("sample_prompts"),
+                io.Model.Input("model", tooltip="Base model, without the LoRA."),
+                State.Input(
+                    "state", tooltip="Last state to draw, with the checkpoints of its run before it."
+                ),
+                Samples.Input("sample_prompts", tooltip="From Sample Prompts."),
                 io.String.Input(
-                    "strengths", default="1.0", tooltip="Strengths of the LoRA, with commas: 0.5, 1.0"
+                    "strengths", default="1.0", tooltip="Strengths of the LoRA, separated by commas: 0.5, 1.0"
                 ),
                 io.Int.Input(
                     "checkpoints",
                     default=6,
                     min=1,
                     max=100,
-                    tooltip="At most so many, evenly spread; the last one is among them.",
+                    tooltip="Largest number of checkpoints, evenly spread; the last one is always drawn.",
                 ),
-                io.String.Input("trigger", default="", tooltip="Takes the place of [trigger] in prompts."),
+                io.String.Input(
+                    "trigger", default="", tooltip="Trigger word; it replaces [trigger] in prompts."
+                ),
             ],
             outputs=[io.Image.Output("IMAGE")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],

@@ -37,27 +37,29 @@ Samples = io.Custom("GRAFT_SAMPLES")
 """SamplePrompts: what to draw while training."""
 
 
-def encoded(dataset: Any, name: str = "dataset") -> Any:
+def require_encoded(dataset: Any, name: str = "dataset") -> Any:
     """Return input `name`, an encoded dataset, as it is. Raises UserError for one that is not encoded."""
     if not hasattr(dataset, "largest_batch"):
-        raise UserError(f"{name}: these pictures are not encoded; put Encode Dataset between.")
+        raise UserError(f"{name}: these images are not encoded yet; put Encode Dataset in between.")
     return dataset
 
 
 def trained_clip(adapter: AdapterConfig, clip: Any) -> Any:
-    """Return CLIP where the LoRA has a text encoder part, else None. Raises UserError where it lacks."""
+    """Return CLIP if the LoRA has a text encoder part, else None. Raises UserError if it is missing."""
     if adapter.text_encoder and clip is None:
         raise UserError(
-            "clip: the LoRA has a text encoder part, so this node needs CLIP: connect the base's, or set "
+            "clip: missing; the LoRA trains the text encoders. Connect the base's CLIP, or set "
             "text_encoder to 0 in Build LoRA."
         )
     return clip if adapter.text_encoder else None
 
 
-def pictures(dataset: Any, name: str = "dataset") -> Any:
-    """Return input `name`, a dataset of pictures, as it is. Raises UserError for an encoded one."""
+def require_images(dataset: Any, name: str = "dataset") -> Any:
+    """Return input `name`, a dataset of images, as it is. Raises UserError for an encoded one."""
     if hasattr(dataset, "largest_batch"):
-        raise UserError(f"{name}: these pictures are encoded already; connect what Encode Dataset got.")
+        raise UserError(
+            f"{name}: these images are encoded already; connect the dataset from before Encode Dataset."
+        )
     return dataset
 
 
@@ -73,7 +75,7 @@ class OptimizerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """What travels as GRAFT_VALIDATION: the images, and when to measure them."""
+    """What travels as GRAFT_VALIDATION: the held-out images, and when to measure them."""
 
     config: ValidationConfig
     samples: Any
@@ -88,11 +90,11 @@ class Saving:
 
 
 def start_input() -> Any:
-    """Return the input "start": what a run begins with."""
+    """Return the input "start": a LoRA or a training state."""
     return io.MultiType.Input(
         "start",
         types=[Lora, State],
-        tooltip="A fresh LoRA from Build LoRA, or a training state to continue.",
+        tooltip="A new LoRA from Build LoRA, or a training state to continue.",
     )
 
 
@@ -102,7 +104,7 @@ _FIELDS = {field.name for field in dataclasses.fields(io.Schema)}
 
 
 def schema(**values: Any) -> io.Schema:
-    """Build a Schema without the fields that this ComfyUI does not have (0.3.75 knows no search aliases).
+    """Return a Schema without the fields that this ComfyUI lacks (0.3.75 has no search aliases).
 
     Outputs are shown by their ids, as newer ComfyUI does; 0.3.75 would show their types.
     """

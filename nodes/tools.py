@@ -20,7 +20,7 @@ from .sockets import (
     Memory,
     Optimizer,
     OptimizerSettings,
-    encoded,
+    require_encoded,
     schema,
     start_input,
     trained_clip,
@@ -29,22 +29,22 @@ from .widgets import widget
 
 
 class ValidationLoss(Node):
-    """How well a model denoises images it was not trained on."""
+    """How well a model denoises held-out images."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftValidationLoss",
             display_name="Validation Loss",
-            description="Mean error of MODEL on held-out images at fixed noise. Compare the base with the "
-            "LoRA: lower is better.",
+            description="Measure the loss of MODEL on held-out images at fixed noise. Compare the base with "
+            "the LoRA: lower is better.",
             search_aliases=["graft", "evaluate", "held-out"],
             is_output_node=True,
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="A base, or a MODEL with a LoRA from Train Steps or Load LoRA."
+                    "model", tooltip="Base model, or a MODEL with a LoRA from Train Steps or Load LoRA."
                 ),
-                Dataset.Input("dataset", tooltip="Encoded images that were not trained on."),
+                Dataset.Input("dataset", tooltip="Encoded held-out images, from Split Dataset."),
             ],
             outputs=[io.Float.Output("loss")],
         )
@@ -52,30 +52,34 @@ class ValidationLoss(Node):
     @classmethod
     def execute(cls, model: Any, dataset: Any) -> io.NodeOutput:
         with progress_bar() as on_progress:
-            loss = validation_loss(ComfyDenoiser(model), encoded(dataset), on_progress=on_progress)
+            loss = validation_loss(ComfyDenoiser(model), require_encoded(dataset), on_progress=on_progress)
         return io.NodeOutput(loss, ui={"text": [f"validation loss {loss:.5f}"]})
 
 
 class MemoryPlan(Node):
-    """What training would take, by every way to spend memory."""
+    """Memory and time of a training step, by memory plan."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftMemoryPlan",
             display_name="Memory Plan",
-            description="Peak memory and time of a training step by every plan, corrected by a step that is "
-            "measured. Nothing is trained.",
+            description="Estimate the peak memory and time of a training step for every memory plan, "
+            "corrected by one measured step. Nothing is trained.",
             search_aliases=["graft", "vram", "out of memory", "fits"],
             is_output_node=True,
             inputs=[
-                io.Model.Input("model", tooltip="The base, as Train Steps gets it."),
-                Dataset.Input("dataset", tooltip="From Encode Dataset: its largest bucket counts."),
+                io.Model.Input("model", tooltip="Base model, as for Train Steps."),
+                Dataset.Input("dataset", tooltip="From Encode Dataset; its largest bucket counts."),
                 start_input(),
                 widget(TrainConfig, "batch_size", optional=False),
-                Optimizer.Input("optimizer_settings", optional=True),
-                Memory.Input("memory_settings", optional=True),
-                io.Clip.Input("clip", optional=True, tooltip="Where the LoRA has a text encoder part."),
+                Optimizer.Input(
+                    "optimizer_settings",
+                    optional=True,
+                    tooltip="Optimizers differ in the size of their state.",
+                ),
+                Memory.Input("memory_settings", optional=True, tooltip="Precision and budget count here."),
+                io.Clip.Input("clip", optional=True, tooltip="CLIP, if the LoRA trains the text encoders."),
             ],
             outputs=[io.String.Output("plan")],
         )
@@ -105,6 +109,6 @@ class MemoryPlan(Node):
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         adapted = select(denoiser.specs, denoiser.family, adapter)
         text = tabulate_plans(
-            denoiser, adapted, config, encoded(dataset).largest_batch(batch_size), every_plan()
+            denoiser, adapted, config, require_encoded(dataset).largest_batch(batch_size), every_plan()
         )
         return io.NodeOutput(text, ui={"text": [text]})

@@ -40,61 +40,74 @@ from .sockets import (
     Saving,
     State,
     Validation,
-    encoded,
+    require_encoded,
     schema,
     start_input,
     trained_clip,
 )
 from .widgets import seed_input, widget
 
+SETTINGS = {
+    "optimizer": (Optimizer, "From Optimizer Settings; without it, AdamW at a constant learning rate."),
+    "objective": (Objective, "From Objective Settings; without it, the model's own noise levels and loss."),
+    "memory": (Memory, "From Memory Settings; without it, the fastest plan that fits this device."),
+    "validation": (Validation, "From Validation Settings; without it, nothing is measured."),
+    "checkpoint": (
+        Checkpoints,
+        "From Checkpoint Settings; without it, a checkpoint every 250 steps and every five minutes.",
+    ),
+}
+"""Sockets for settings, with their tooltips."""
+
 
 class TrainSteps(Node):
-    """Add optimizer steps to a run. Pure: equal inputs give equal states; a finished run costs nothing."""
+    """Add optimizer steps to a run. Equal inputs give equal states; a finished run is not trained again."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftTrainSteps",
             display_name="Train Steps",
-            description="Train the LoRA for some steps. Cancel keeps what was trained: queue again to go on.",
+            description="Train the LoRA for some steps. Cancel saves the progress: queue again to continue.",
             search_aliases=["graft", "train", "lora", "finetune"],
             inputs=[
-                io.Model.Input("model", tooltip="The base. It is not changed."),
+                io.Model.Input("model", tooltip="Base model; it is not changed."),
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
                 start_input(),
-                io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Optimizer steps to add."),
+                io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Training steps to add."),
                 widget(ScheduleConfig, "total_steps", optional=False),
                 widget(OptimizerConfig, "learning_rate", optional=False),
                 widget(TrainConfig, "batch_size", optional=False),
-                seed_input("The same seed and settings give the same LoRA, on a GPU but for rounding."),
+                seed_input("The same seed and settings give the same LoRA; on a GPU, up to rounding."),
                 io.String.Input(
                     "name", default="my_lora", tooltip="Name of the run's folder under output/graft."
                 ),
-                Optimizer.Input("optimizer_settings", optional=True),
-                Objective.Input("objective_settings", optional=True),
-                Memory.Input("memory_settings", optional=True),
-                Validation.Input("validation_settings", optional=True),
-                Checkpoints.Input("checkpoint_settings", optional=True),
+                *(
+                    socket.Input(f"{name}_settings", optional=True, tooltip=tooltip)
+                    for name, (socket, tooltip) in SETTINGS.items()
+                ),
                 io.Clip.Input(
                     "clip",
                     optional=True,
-                    tooltip="Comes out again with the LoRA's text encoder part, if any.",
+                    tooltip="CLIP to output with the LoRA's text encoder part, if it has one.",
                 ),
-                Samples.Input("sample_prompts", optional=True, tooltip="Pictures to draw while training."),
+                Samples.Input(
+                    "sample_prompts", optional=True, tooltip="Sample images to draw during training."
+                ),
                 io.Int.Input(
                     "gpus",
                     default=1,
                     min=1,
                     max=64,
                     optional=True,
-                    tooltip="Graphics cards of this machine to train on. Each takes batches of its own, so a "
-                    "step sees this many times as many images. Not on Windows.",
+                    tooltip="Number of GPUs to train on. Each takes batches of its own, so a step sees that "
+                    "many times more images. Not on Windows.",
                 ),
             ],
             outputs=[
                 io.Model.Output("MODEL", tooltip="The base with the trained LoRA, ready for KSampler."),
                 io.Clip.Output("CLIP"),
-                State.Output("state", tooltip="To go on training, or to save."),
+                State.Output("state", tooltip="To continue training, or to save."),
                 io.LoraModel.Output("LORA_MODEL"),
                 io.LossMap.Output("LOSS_MAP"),
             ],
@@ -124,7 +137,7 @@ class TrainSteps(Node):
         gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.adapter if isinstance(start, StateHandle) else start
-        denoiser, dataset = ComfyDenoiser(model, trained_clip(adapter, clip)), encoded(dataset)
+        denoiser, dataset = ComfyDenoiser(model, trained_clip(adapter, clip)), require_encoded(dataset)
         resumed, left_out = (
             (start, []) if isinstance(start, StateHandle) else save_initial_state(denoiser, adapter, seed)
         )
@@ -169,7 +182,7 @@ class TrainSteps(Node):
 def _outputs(
     model: Any, clip: Any, family: Family, handle: StateHandle, lines: Sequence[str]
 ) -> io.NodeOutput:
-    """Return what a trained state is good for, and say on the node how far it is and `lines`."""
+    """Return the outputs for a trained state; the node shows the step reached, the loss and `lines`."""
     state = handle.load()
     patched, patched_clip = output.with_lora(model, clip, state, family)
     lora, losses = output.lora_model(state, family), output.loss_map(state)
@@ -181,5 +194,5 @@ def _outputs(
 
 
 def _over(schedule: ScheduleConfig, total: int) -> ScheduleConfig:
-    """Fix the schedule's length; a constant one has none, so a longer run shares a shorter one's steps."""
+    """Return the schedule over `total` steps; a constant one has no length, so a longer run can go on."""
     return schedule if schedule.name == "constant" else replace(schedule, total_steps=total)

@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..training.config import ValidationConfig
 from .node import Node
-from .sockets import Dataset, HeldOut, Validation, encoded, schema
+from .sockets import Dataset, HeldOut, Validation, require_encoded, schema
 from .widgets import read, widget, widgets
 
 EVERY = 50
@@ -37,4 +37,4 @@ class ValidationSettings(Node):
     @classmethod
     def execute(cls, validation: Any, every: int = EVERY, **values: Any) -> io.NodeOutput:
         config = read(ValidationConfig(), {**values, "every": every})
-        return io.NodeOutput(HeldOut(config, encoded(validation, "validation")))
+        return io.NodeOutput(HeldOut(config, require_encoded(validation, "validation")))

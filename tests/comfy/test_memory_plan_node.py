@@ -38,17 +38,17 @@ def test_a_model_that_cannot_be_estimated_says_so(monkeypatch):
 
 
 def test_pictures_that_are_encoded_already_are_refused_by_the_inputs_name():
-    with pytest.raises(ValueError, match="^dataset_2: these pictures are encoded already"):
+    with pytest.raises(ValueError, match="^dataset_2: these images are encoded already"):
         JoinDatasets.execute(dataset_1=object(), dataset_2=Encoded())
-    with pytest.raises(ValueError, match="^dataset: these pictures are encoded already"):
+    with pytest.raises(ValueError, match="^dataset: these images are encoded already"):
         PreviewDataset.execute(Encoded(), TINY["sd3"](), 4)
 
 
 def test_pictures_that_are_not_encoded_are_refused_by_the_inputs_name():
     model, pictures = TINY["sd3"](), object()
-    with pytest.raises(ValueError, match="^dataset: these pictures are not encoded"):
+    with pytest.raises(ValueError, match="^dataset: these images are not encoded"):
         MemoryPlan.execute(model, pictures, AdapterConfig(rank=4), 2)
-    with pytest.raises(ValueError, match="^dataset: these pictures are not encoded"):
+    with pytest.raises(ValueError, match="^dataset: these images are not encoded"):
         ValidationLoss.execute(model, pictures)
-    with pytest.raises(ValueError, match="^validation: these pictures are not encoded"):
+    with pytest.raises(ValueError, match="^validation: these images are not encoded"):
         ValidationSettings.execute(pictures)

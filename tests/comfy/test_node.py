@@ -67,7 +67,7 @@ def test_a_menu_takes_only_what_it_offers_also_from_a_client(node, name, value):
 @pytest.mark.parametrize("value", [7, {"a": [1]}, ["1", 0], "x" * 5000], ids=str)
 @pytest.mark.parametrize(("node", "name"), inputs(Files))
 def test_a_menu_of_files_takes_only_names(node, name, value):
-    assert refused(node, name, value).endswith("is no name of a file; choose one of the menu.")
+    assert refused(node, name, value).endswith("is not a file name; choose one from the menu.")
 
 
 @pytest.mark.parametrize(("node", "name"), inputs(io.String.Input))
@@ -113,7 +113,7 @@ def test_an_optional_input_that_is_null_is_left_out_and_a_required_one_refused()
             return x + y
 
     assert Reporting.execute(x=None, y="b") == "ab"
-    with pytest.raises(ValueError, match="y: nothing is given, and Report needs it"):
+    with pytest.raises(ValueError, match="y: missing; Report needs a value"):
         Reporting.execute(x="a", y=None)
 
 

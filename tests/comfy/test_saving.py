@@ -65,7 +65,7 @@ def test_replacing_another_lora_is_told_and_a_name_may_hold_the_step(execute, ba
 def test_pictures_that_are_not_encoded_are_refused(execute):
     prompt = saving("raw")
     prompt["5"]["inputs"]["dataset"] = ["2", 0]
-    with pytest.raises(RuntimeError, match="these pictures are not encoded; put Encode Dataset between"):
+    with pytest.raises(RuntimeError, match="these images are not encoded yet; put Encode Dataset in between"):
         execute(prompt)
 
 
