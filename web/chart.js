@@ -1,4 +1,4 @@
-/** Draw a run on a canvas: loss on the left axis, learning rate on the right one, marks along the steps. */
+/** Draws a run on a canvas: loss on the left axis, learning rate on the right, marks along the steps. */
 
 import { logTicks, range, short, thinned, ticks } from "./series.js"
 
@@ -44,7 +44,7 @@ export function draw(context, width, height, series, view) {
     context.restore()
 }
 
-/** Return the step that lies under the horizontal place `x` in a chart of this width. */
+/** Return the step at the horizontal position `x` in a chart of this width. */
 export function stepAt(x, width, series, view) {
     const { first, end } = extent(series, view)
     return first + ((x - MARGIN.left) / Math.max(1, width - MARGIN.left - MARGIN.right)) * (end - first)
@@ -111,7 +111,7 @@ function drawAxes(context, box, scales, view) {
     context.globalAlpha = 1
 }
 
-/** Checkpoints are triangles under the axis, samples diamonds at the top. */
+/** Draw checkpoints as triangles below the axis, samples as diamonds at the top. */
 function drawMarks(context, box, scales, view) {
     const bottom = box.top + box.height
     for (const step of view.checkpoints) {

@@ -1,8 +1,8 @@
 /**
- * Graft in ComfyUI's editor: a live panel on every Train Steps node, and on every node of Graft what it tells.
+ * Graft in ComfyUI's editor: a live panel on every Train Steps node, and a report on every node of Graft.
  *
- * Which run a node shows, the server says: it compares the settings that stand here with those that runs were
- * queued with. The id of the workflow and the node's own do not tell, as a picture's graph has the same ids.
+ * The server decides which run a node shows: it compares the settings in the graph with those that runs were
+ * queued with. Ids of workflows and nodes are not enough, because a graph opened from an image has the same ids.
  */
 
 import { app } from "../../scripts/app.js"
@@ -15,17 +15,17 @@ const NODE = "GraftTrainSteps"
 
 /** Node -> its Panel. */
 const panels = new WeakMap()
-/** Node -> its Report, and the widget of that. */
+/** Node -> its Report, and the Report's widget. */
 const reports = new WeakMap()
-/** What nodes have told since the page was opened, by node and settings: Undo and other tabs make nodes anew. */
+/** Reports since the page was opened, by node and settings: Undo and other tabs create nodes again. */
 const told = new Map()
-/** A question to the server that is under way, and the run that it was last asked about. */
+/** The pending request to the server, and the run it was last asked about. */
 let asking, askedFor
 
 api.addEventListener("graft.run", ({ detail }) => show(detail)) // at once: a run may be under way
 api.addEventListener("reconnected", () => refill()) // what the server told meanwhile is lost
 
-// The panel shows the samples. ComfyUI's own preview of them, below it, is left out: here for Nodes 2.0.
+// The panel shows the samples, so ComfyUI's own preview below it is hidden: here for Nodes 2.0.
 const style = document.createElement("style")
 style.textContent = `[data-testid^="node-body-"]:has(.graft-panel) > :is(img, img + div, div:has(img)) { display: none; }`
 document.head.append(style)
@@ -50,7 +50,7 @@ function addPanel(node) {
     addElement(node, "graft_chart", words().chart, panel, panel.thumbnails)
     panel.element.classList.add("graft-panel")
     panels.set(node, panel)
-    // No preview of ComfyUI's in the classic rendering either: the first for 0.33.
+    // Hide ComfyUI's preview in the classic rendering too: the first line is for 0.33.
     node.hideOutputImages = true
     node.onDrawBackground = () => {}
     const { onRemoved } = node
@@ -61,7 +61,7 @@ function addPanel(node) {
     }
 }
 
-/** Add what a Panel or Report shows as a node's last widget; `scrolling` scrolls by itself. */
+/** Add a Panel or Report as a node's last widget; `scrolling` scrolls by itself. */
 function addElement(node, name, label, shown, scrolling) {
     const widget = node.addDOMWidget(name, name, shown.element, {
         serialize: false,
@@ -75,13 +75,13 @@ function addElement(node, name, label, shown, scrolling) {
     return widget
 }
 
-/** Nodes 2.0 of 0.3.75 rounds to three digits, and a learning rate to nothing. */
+/** Nodes 2.0 of 0.3.75 rounds to three digits, and so a learning rate to 0. */
 function showAllDigits(node) {
     for (const { type, options } of node.widgets ?? [])
         if (type === "number" && options?.precision > 3) options.maxFractionDigits ??= options.precision
 }
 
-/** Show what the node tells when it has run. Nodes 2.0 of 0.3.75 sees no widget that comes later than the node. */
+/** Show the report of a node that has run. Nodes 2.0 of 0.3.75 ignores widgets added after the node. */
 function addReport(node) {
     const report = new Report(node)
     const widget = addElement(node, "graft_text", words().report, report, report.element)
@@ -99,7 +99,7 @@ function addReport(node) {
     }
 }
 
-/** Keep what a node told with these settings; several that have run at once ask once. */
+/** Remember a node's report with these settings; several nodes that ran at once make one request. */
 async function remember(node, text) {
     asking ??= ask().finally(() => (asking = undefined))
     const { settings } = await asking
@@ -113,7 +113,7 @@ function tell(node, text) {
     makeRoom(node)
 }
 
-/** Enlarge a node that has become too small for what it shows. */
+/** Enlarge a node that is too small for its contents. */
 function makeRoom(node) {
     const height = node.computeSize()[1]
     if (node.size[1] < height) node.setSize([node.size[0], height])
@@ -122,8 +122,8 @@ function makeRoom(node) {
 }
 
 /**
- * Write a node's size into the state that ComfyUI looks for edits from, so that it is no edit. Otherwise Undo
- * reverts it, it comes again, and Undo can never go further back.
+ * Write the node's size into ComfyUI's change tracker, so it doesn't count as an edit. Otherwise Undo reverts
+ * it, we set it again, and Undo can never go further back.
  */
 function noEdit(node) {
     const state = app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.activeState
@@ -133,7 +133,7 @@ function noEdit(node) {
     if (saved) saved.size = [...node.size]
 }
 
-/** Hand the canvas its wheel and middle button, as ComfyUI's text boxes do; Nodes 2.0 does so by itself. */
+/** Pass wheel and middle button on to the canvas, as ComfyUI's text boxes do; Nodes 2.0 does so by itself. */
 function forward(element, scrolling) {
     const to = (type, method, meant) =>
         element.addEventListener(type, (event) => {
@@ -153,7 +153,7 @@ function forward(element, scrolling) {
     to("pointerup", "processMouseUp", (event) => event.button === 1)
 }
 
-/** Show what the server tells of a run that a node here shows already; of another one, ask whether it is to. */
+/** Show the server's news of a run that a node already shows; for another run, ask which node shows it. */
 function show(live) {
     const graph = rootGraph()
     if (!live.workflow || live.workflow !== graph?.id) return
@@ -165,7 +165,7 @@ function show(live) {
     askedFor = live.running ? live.run : undefined
 }
 
-/** Give every node what it showed, after a reload, when a workflow was opened, and when a run begins. */
+/** Restore what every node showed: after a reload, when a workflow is opened, and when a run begins. */
 async function refill() {
     const { runs, settings } = await ask()
     for (const [node, digest] of settings) {
@@ -174,7 +174,7 @@ async function refill() {
     }
 }
 
-/** Return the runs that the nodes of this graph show, and digests of their settings: two Maps by node. */
+/** Return the runs that the nodes of this graph show, and the digests of their settings: two Maps by node. */
 async function ask() {
     const [runs, settings] = [new Map(), new Map()]
     const graph = rootGraph()
@@ -198,7 +198,7 @@ function rootGraph() {
     return app.rootGraph ?? app.graph
 }
 
-/** Return the node of an id like "5", or "12:3" inside subgraphs; undefined where there is none. */
+/** Return the node with an id like "5", or "12:3" inside subgraphs; undefined if there is none. */
 function findNode(graph, id) {
     let node
     for (const part of String(id ?? "").split(":")) {

@@ -1,8 +1,8 @@
 /**
- * What Train Steps shows of its run: chart, figures, newest samples and Finish.
+ * The panel of Train Steps: chart, figures, newest samples and Finish.
  *
- * Display only. Everything comes from the run's log and folder on the server, so that a reload, a second tab
- * and a run that was watched from the start look the same.
+ * Display only. Everything comes from the run's log and folder on the server, so a reload, a second tab and a
+ * run watched from the start look the same.
  */
 
 import { COLORS, draw, stepAt } from "./chart.js"
@@ -11,7 +11,7 @@ import { Series, clock, short } from "./series.js"
 const FILES_EVERY = 3000
 const CHART_HEIGHT = 150
 const THUMBNAILS_HEIGHT = 84
-/** The plan that needs no words: nothing is moved or computed twice. */
+/** The plan that is not shown: nothing is offloaded or computed twice. */
 const FASTEST = "resident, none"
 
 const STYLE = `
@@ -38,7 +38,7 @@ canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
 
 export class Panel {
     /**
-     * `api` is ComfyUI's, `words` those of words.js, `onLayout` is called when the panel needs another height.
+     * `api` is ComfyUI's, `words` those of words.js, `onLayout` is called when the panel's height changes.
      */
     constructor(api, words, onLayout) {
         this.api = api
@@ -51,12 +51,12 @@ export class Panel {
         this.#build()
     }
 
-    /** Least height in pixels that shows everything. */
+    /** Smallest height in pixels that shows everything. */
     get minHeight() {
         return CHART_HEIGHT + 60 + (this.newest.length ? THUMBNAILS_HEIGHT : 0)
     }
 
-    /** Show the run that the server tells of, or how far it has come. */
+    /** Show a run, or its progress, as the server sends it. */
     follow(live) {
         const again = live.running && !this.live?.running
         if (live.run !== this.live?.run || again) this.#forget()
@@ -65,7 +65,7 @@ export class Panel {
         this.#update()
     }
 
-    /** Stop everything; the element is about to go. */
+    /** Stop everything; the element is about to be removed. */
     remove() {
         this.removed = true
         this.observer.disconnect()
@@ -108,7 +108,7 @@ export class Panel {
         this.#update()
     }
 
-    /** Bring the panel up to date in the next frame; a hidden page has none and catches up when it is shown. */
+    /** Update the panel in the next frame; a hidden page has no frames and catches up when it is shown. */
     #update() {
         this.frame ||= requestAnimationFrame(() => {
             this.frame = 0
@@ -161,7 +161,7 @@ export class Panel {
         if (changed) this.#showThumbnails(live)
     }
 
-    /** Return the JSON of a route, or null where there is nothing (yet). */
+    /** Return the JSON of a route, or null if there is nothing (yet). */
     async #get(route, query) {
         const answer = await this.api.fetchApi(`/graft/${route}?${new URLSearchParams(query)}`)
         return answer.ok ? answer.json() : null

@@ -1,4 +1,4 @@
-/** The text that a node tells when it has run: read-only, and not saved with the workflow. */
+/** The text that a node shows when it has run: read-only, and not saved with the workflow. */
 
 const LINE = 14
 const LETTER = 6.7
@@ -17,7 +17,7 @@ export class Report {
 
     show(text) {
         this.element.value = text
-        // Nodes 2.0 gives the room that a node has left to what is of the class widget-expands.
+        // Nodes 2.0 gives the free height of a node to elements of the class widget-expands.
         this.element.className = text ? "comfy-multiline-input widget-expands" : "comfy-multiline-input"
         this.table = / {2}/.test(text) // columns
         if (text && this.minHeight < this.maxHeight) this.element.dataset.captureWheel = "true" // Nodes 2.0: it scrolls
@@ -31,7 +31,7 @@ export class Report {
         })
     }
 
-    /** Pixels for the first lines, and for all; none without a text. */
+    /** Height in pixels for the first lines, and for all lines; 0 without a text. */
     get minHeight() {
         return this.#height(Math.min(this.table ? MOST_LINES.table : MOST_LINES.words, this.#lines))
     }

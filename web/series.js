@@ -1,16 +1,16 @@
-/** The numbers of a run in columns, and the few points of them that a chart of some pixels can show. */
+/** The numbers of a run in columns, and the few points that a chart can show. */
 
 export class Series {
     steps = []
     loss = []
     smoothed = []
     rate = []
-    /** [step, loss] pairs, where it was measured. */
+    /** [step, loss] pairs of the steps where it was measured. */
     validation = []
     /** The last entry of the log, with time left and memory. */
     last = null
 
-    /** Add entries of the log. One that goes back, as after a restart, replaces what came after it. */
+    /** Add log entries. One that goes back to an earlier step, as after a restart, replaces the later ones. */
     append(entries) {
         for (const entry of entries) {
             while (this.steps.length && this.steps.at(-1) >= entry.step) this.#dropLast()
@@ -23,7 +23,7 @@ export class Series {
         }
     }
 
-    /** Return the index of the step nearest to `step`, or -1 when there is none. */
+    /** Return the index of the step nearest to `step`, or -1 if there is none. */
     nearest(step) {
         if (!this.steps.length) return -1
         let low = 0
@@ -44,9 +44,9 @@ export class Series {
 }
 
 /**
- * Return [x, y] points that draw like all of `ys`, where steps `first` to `end` are `width` pixels wide: in
- * each column of pixels the first value, the lowest, the highest and the last, in their order. A value that is
- * no number breaks the line and is returned as null.
+ * Return [x, y] points that look like all of `ys` when steps `first` to `end` are `width` pixels wide: for each
+ * column of pixels the first, lowest, highest and last value, in order. A value that is not a number breaks the
+ * line and is returned as null.
  */
 export function thinned(steps, ys, first, end, width) {
     const perStep = width / (end - first)
@@ -73,7 +73,7 @@ export function thinned(steps, ys, first, end, width) {
     return points
 }
 
-/** Return [low, high] that hold all but the most extreme hundredth of the values, looking at 1,000 of them. */
+/** Return [low, high] around all but the most extreme hundredth of the values, from a sample of 1,000. */
 export function range(values) {
     const every = Math.max(1, Math.floor(values.length / 1000))
     const some = new Float64Array(Math.ceil(values.length / every))
@@ -114,7 +114,7 @@ export function short(value) {
     return String(Number(value.toPrecision(3)))
 }
 
-/** Return a duration as people read it: 0:42, 12:05, 1:02:03. */
+/** Return a duration like 0:42, 12:05 or 1:02:03. */
 export function clock(seconds) {
     const whole = Math.round(seconds)
     const two = (n) => String(n).padStart(2, "0")

@@ -1,4 +1,4 @@
-/** What the panel says, in the languages that Graft's nodes come in. */
+/** The words of the panel, in the languages of Graft's nodes. */
 
 const WORDS = {
     en: {
@@ -7,7 +7,7 @@ const WORDS = {
         empty: "The loss appears here while training.",
         finish: "Finish",
         finishing: "Finishing ...",
-        finishTip: "End the training after this step and go on with the graph. Nothing is lost.",
+        finishTip: "End the training after this step and continue the graph. Nothing is lost.",
         log: "log",
         logTip: "Logarithmic scale",
         loss: "loss",
@@ -87,7 +87,7 @@ const WORDS = {
     },
 }
 
-/** Return the words for a locale like "zh-TW", English for a language that Graft does not speak. */
+/** Return the words for a locale like "zh-TW", or the English ones. */
 export function wordsFor(locale) {
     return WORDS[locale] ?? WORDS[String(locale).split("-")[0]] ?? WORDS.en
 }
