@@ -8,10 +8,9 @@ true, and that a setting has an effect wherever no row says otherwise, is tested
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from .config import TrainConfig
 from .config import TrainConfig, inputs_of
 from .family import Family
 

@@ -22,7 +22,7 @@ from comfy_api.latest import io
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from graft.nodes import ALL_NODES
+from graft.nodes.all_nodes import ALL_NODES
 from graft.nodes.node import Files
 from graft.nodes.widgets import added, widget
 from graft.tests.contracts.make import HERE, TRAIN_STEPS
