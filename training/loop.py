@@ -271,7 +271,6 @@ def is_over(config: ValidationConfig, validations: Sequence[tuple[int, float]]) 
     return bool(config.patience) and sum(step > best for step, _ in validations) >= config.patience
 
 
-@torch.inference_mode(False)  # what is made in one mode cannot be set in the other
 def initial_state(denoiser: Denoiser, config: TrainConfig) -> TrainState:
     """Return step 0: a fresh adapter that changes nothing yet, drawn from the run's seed."""
     adapters = build_adapters(select(denoiser.specs, denoiser.family, config.adapter), config.adapter)

@@ -49,7 +49,7 @@ RUN = TrainConfig(
     seed=7,
     adapter=AdapterConfig(rank=2, alpha=1.0, targets="all", ranks=(("*mlp*", 3),)),
     optimizer=OptimizerConfig(lr=1e-3),
-    schedule=ScheduleConfig("cosine", warmup_steps=2, total_steps=20),
+    schedule=ScheduleConfig(name="cosine", warmup_steps=2, total_steps=20),
     ema=EmaConfig(decay=0.9),
     validation=ValidationConfig(every=2),
 )
@@ -60,7 +60,7 @@ TRAIN_STEPS = "23"
 """The node of graph.json that the run was queued by."""
 
 STATE = TrainConfig(
-    seed=8, adapter=AdapterConfig("dora", rank=2, targets="attn"), memory=MemoryConfig(dtype="fp16")
+    seed=8, adapter=AdapterConfig(algorithm="dora", rank=2, targets="attn"), memory=MemoryConfig(dtype="fp16")
 )
 """A run whose state has a loss scale."""
 

@@ -43,7 +43,6 @@ from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
 from graft.training.run.watch import DiskFull
 
-from ..support.adapter_cases import METHODS, adapter_config, train_config
 from ..support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
 from ..test_laws import CONFIG, assert_same
 from ..test_laws import run as train_without_a_folder
@@ -96,14 +95,6 @@ def checkpoints(folder):
 def test_a_finished_run_costs_no_step(tmp_path):
     first, seen = go(tmp_path, 4), []
     assert go(tmp_path, 4, on_step=counting(seen)) == first and not seen
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_trained_in_inference_mode_as_outside(method, tmp_path):
-    config, denoiser = train_config(adapter_config(method)), TinyDenoiser()
-    with torch.inference_mode():  # as ComfyUI runs nodes
-        inside = execute(Run(tmp_path / "inside"), denoiser, TinyDataset(), config, None, steps=2)
-    assert_same(inside.load(), go(tmp_path / "outside", 2, config=config).load())
 
 
 def test_more_steps_continue_where_fewer_ended(tmp_path):
