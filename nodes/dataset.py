@@ -8,10 +8,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training import data
-from ..training.comfy.files import paths
+from ..training.comfy import paths
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.model.encoder import ComfyEncoder
-from ..training.comfy.run.session import progress_bar, raise_if_cancelled
+from ..training.comfy.progress import progress_bar, raise_if_cancelled
 from ..training.data.config import DatasetConfig, SplitConfig
 from ..training.user_error import UserError
 from .node import Files, Node

@@ -10,8 +10,8 @@ from comfy_api.latest import io
 from ..training.adapters.build import ADAPTERS
 from ..training.comfy.files.initial_lora import summary
 from ..training.comfy.files.lora_files import NONE, changed_at
-from ..training.comfy.files.paths import lora_file_names, lora_file_path
 from ..training.comfy.model.denoiser import ComfyDenoiser
+from ..training.comfy.paths import lora_file_names, lora_file_path
 from ..training.config import AdapterConfig
 from ..training.family import target_presets
 from .node import Files, Node

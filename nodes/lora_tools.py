@@ -8,7 +8,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.comfy.files import lora_files, paths
+from ..training.comfy import paths
+from ..training.comfy.files import lora_files
 from ..training.comfy.files.lora_files import AS_IT_IS, NONE
 from ..training.comfy.model import loading
 from ..training.tools.convert import LAYOUTS

@@ -8,7 +8,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..training.comfy.files import paths
+from ..training.comfy import paths
 from ..training.comfy.run.graph_run import QueuedNode
 from ..training.family import family_named
 from ..training.files.lora.diffusers import FILE_FORMATS, comfy_reads

@@ -7,10 +7,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training.comfy.files import trained_lora as output
+from ..training.comfy.progress import progress_bar
 from ..training.comfy.run import checkpoint_grid as grid
 from ..training.comfy.run.notes import family_in, model_file
 from ..training.comfy.run.samples import SAMPLERS, SCHEDULERS, SamplePrompts
-from ..training.comfy.run.session import progress_bar
 from ..training.config import SampleConfig
 from ..training.run.saved_state import StateHandle
 from .node import Node

@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..training.adapters.select import select
 from ..training.comfy.model.denoiser import ComfyDenoiser
-from ..training.comfy.run.session import progress_bar
+from ..training.comfy.progress import progress_bar
 from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
 from ..training.memory.plan import every_plan
 from ..training.memory.plan_table import tabulate_plans

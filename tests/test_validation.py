@@ -16,7 +16,13 @@ from graft.training.objective.loss import loss_at
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
 from graft.training.run.folder import Run
-from graft.training.validation import NOISE_SEED, TIMESTEPS, held_out_loss, validation_loss, validation_sigmas
+from graft.training.validation import (
+    NOISE_SEED,
+    TIMESTEPS,
+    held_out_loss,
+    validation_loss,
+    validation_sigmas,
+)
 
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 from .test_laws import CONFIG, assert_same

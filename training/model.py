@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .family import Family
-from .memory.offload import PinnedMemory
 from .network.frozen_layer import FrozenLayer, LayerSpec
 
 Conditioning = Mapping[str, Tensor]
@@ -102,8 +101,8 @@ class OffloadOptions:
     """Bytes of host memory to leave, on top of what the system needs."""
     blocks_on_device: frozenset[str] = frozenset()
     """Paths of the repeated blocks that stay on the device all the same."""
-    pinned: PinnedMemory | None = field(default=None, compare=False)
-    """Where the base waits, if its copies there outlive this hold."""
+    pinned: Any = field(default=None, compare=False)
+    """The `memory.offload.PinnedMemory` where the base waits, if its copies there outlive this hold."""
 
 
 OFFLOAD_ALL = OffloadOptions()

@@ -93,9 +93,9 @@ def load(path: Path) -> dict[str, Any]:
     import folder_paths
     import torch
 
-    from ...training.comfy.files.paths import cache_folder
     from ...training.comfy.model.denoiser import ComfyDenoiser
     from ...training.comfy.model.loading import load_base
+    from ...training.comfy.paths import cache_folder
     from ...training.job.graph import FROM_CHECKPOINT
 
     folder_paths.add_model_folder_path("diffusion_models", str(path.parent))

@@ -104,8 +104,8 @@ def warm_up() -> None:
 
 
 def import_commands() -> None:
-    for module, _ in cli.COMMANDS.values():
-        importlib.import_module(f"graft.{module}")
+    for name in cli.COMMANDS:
+        importlib.import_module(f"graft.commands.{name.replace('-', '_')}")
 
 
 def with_file(form: str, words: Sequence[str], bad: str, place: Path) -> list[Problem]:

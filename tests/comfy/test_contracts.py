@@ -27,7 +27,7 @@ from graft.nodes.node import Files
 from graft.nodes.widgets import added, widget
 from graft.tests.contracts.make import HERE, TRAIN_STEPS
 from graft.training import config as settings
-from graft.training.comfy.files import paths
+from graft.training.comfy import paths
 from graft.training.comfy.files.initial_lora import save_initial_state
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.loading import load_base

@@ -3,7 +3,7 @@
 import folder_paths
 from utils.extra_config import load_extra_path_config
 
-from graft.training.comfy.files.paths import dataset_roots
+from graft.training.comfy.paths import dataset_roots
 from graft.training.data import resolve_dataset
 from graft.training.data.roots import yaml_lines
 

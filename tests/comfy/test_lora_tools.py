@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 import nodes
 from graft.nodes import lora_tools
 from graft.tests.support import dynamic_vram
-from graft.training.comfy.files import lora_files, paths
+from graft.training.comfy import paths
+from graft.training.comfy.files import lora_files
 from graft.training.tools.merge import AlreadyMerged, NotMerged
 
 from .test_training import sd3_state_dict

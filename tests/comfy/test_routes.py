@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import graft
 from graft.tests.support.opened_files import watched
-from graft.training.comfy.files import paths
+from graft.training.comfy import paths
 from graft.training.comfy.run import routes as server
 from graft.training.comfy.run import session
 from graft.training.loop import STOP, Progress

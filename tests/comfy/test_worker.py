@@ -20,7 +20,7 @@ from graft.commands.headless.server import server
 from graft.tests.run.test_execute import go
 from graft.tests.support.card import PRETENDED
 from graft.training import distributed
-from graft.training.comfy.files import paths
+from graft.training.comfy import paths
 from graft.training.comfy.run import session, workers
 from graft.training.job.graph import NODES, of_kind
 from graft.training.job.read import compile_job

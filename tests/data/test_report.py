@@ -46,7 +46,7 @@ def test_the_summary_says_what_has_no_caption_and_which_folders_are_not_read(tmp
         (
             {"bucket": {"min_side": 48}},
             {"upscale": False},
-            "min_side 48 has no effect on pictures smaller than their bucket with upscale False.",
+            "min_side 48 has no effect on images smaller than their bucket with upscale False.",
         ),
         (
             {"caption": {"keep_tokens": 1}},

@@ -255,15 +255,15 @@ def test_an_optimizer_step_takes_what_is_counted(weights):
     live = LiveState(denoiser, config, initial_state(denoiser, config), {})
     live.optimizer.param_groups[0]["foreach"] = True  # as on a card
     largest = max(p.numel() for p in live.parameters.values())
-    with LiveTensors() as live:
+    with LiveTensors() as counter:
         for _ in range(2):  # the first one makes the optimizer's memory
-            before = live.now
+            before = counter.now
             for parameter in live.parameters.values():
                 parameter.grad = torch.ones_like(parameter)
-            live.peak = live.now
+            counter.peak = counter.now
             live.optimize(1e-3, 0.0)
     counted = optimizing_bytes(denoiser.specs, config)
-    assert abs(live.peak - before - counted) <= 12 * largest < counted / 4
+    assert abs(counter.peak - before - counted) <= 12 * largest < counted / 4
 
 
 def test_a_plan_takes_what_its_worst_moment_does():

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from graft.training.run.drawing import (
-    FAINT,
-    MARK,
-    STRONG,
-    Column,
-    axis,
-    loss_plot,
-    sample_grid,
-    smoothed,
-)
+from graft.training.run.drawing import FAINT, MARK, STRONG, Column, axis, loss_plot, sample_grid, smoothed
 
 TEXT = {"title": "my_lora", "subtitle": "600 steps"}
 

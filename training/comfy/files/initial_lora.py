@@ -19,7 +19,7 @@ from ...state import TrainState
 from ...tools.files import left_out_lines
 from ...tools.merge import digest_of_layers
 from ..model.denoiser import ComfyDenoiser
-from .paths import graft_folder, lora_file_path, own_folder
+from ..paths import graft_folder, lora_file_path, own_folder
 
 
 @dataclass(frozen=True)

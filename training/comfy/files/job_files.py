@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from ...data.roots import is_inside, yaml_lines
 from ...job.read import DATASETS, Job, read_job
 from ...user_error import UserError
-from .paths import dataset_roots
+from ..paths import dataset_roots
 
 SUFFIXES = (".yaml", ".yml")
 

@@ -26,8 +26,8 @@ from ...tools.merge import check_strength, digest, merge_files, merge_model, unm
 from ...tools.resize import resize_file
 from ...user_error import UserError
 from ..model.loading import model_path
-from ..run.session import progress_bar
-from .paths import checkpoint_path, diffusers_path, lora_file_path, lora_path
+from ..paths import checkpoint_path, diffusers_path, lora_file_path, lora_path
+from ..progress import progress_bar
 
 NONE = "none"
 """In place of a file that need not be chosen."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...data.hashes import ContentHashes
 from ...files.tensor_digest import SIZE, Known, digest_all, digest_file
-from ..files import paths
+from .. import paths
 from .unload import is_loaded, unload
 from .weights import is_gguf, named_numbers, to_ordinary
 

@@ -17,7 +17,7 @@ from ...files.tensor_file import TensorFile
 from ...job.graph import FROM_CHECKPOINT
 from ...memory.precision import DTYPES
 from ...user_error import UserError
-from ..files.paths import listed, listed_file
+from ..paths import listed, listed_file
 from .fingerprint import FileDigests, remember
 
 

@@ -20,7 +20,7 @@ from ...run.folder import Run
 from ...run.queued import note_queued, run_settings
 from ...run.restarts import restart_notes
 from ...run.saved_state import StateHandle
-from ..files import paths
+from .. import paths
 from ..model.denoiser import ComfyDenoiser
 from . import workers
 from .notes import family_in, model_file, run_notes

@@ -20,7 +20,7 @@ from aiohttp import web
 from ...log import log as logger
 from ...run.queued import settings_of
 from ...run.run_log import read_entries
-from ..files import paths
+from .. import paths
 from ..versions import running_server
 from .session import known_runs, request_finish
 from .shown_run import added_inputs, shown_runs

@@ -13,13 +13,9 @@ import comfy.utils
 
 from ...log import log
 from ...loop import STOP, Progress
-from ...model import OnProgress
 from ...run.run_log import describe
+from ..progress import EVENTS_A_SECOND
 from ..versions import running_server
-
-EVENTS_A_SECOND = 4
-"""Most messages about a run, or a node's progress, that the editor gets."""
-
 
 Show = Callable[[Progress], str | None]
 """Shows a step that was done, here or in another process; returns STOP to end the run."""
@@ -104,29 +100,6 @@ def show_run(
     finally:
         live.running = live.finishing = False
         _tell(live)
-
-
-@contextmanager
-def progress_bar() -> Iterator[OnProgress]:
-    """Yield an `on_progress` that moves the node's bar and raises ComfyUI's interrupt on Cancel."""
-    bar, told = comfy.utils.ProgressBar(1), 0.0
-
-    def on_progress(done: int, total: int, message: str) -> None:
-        nonlocal told
-        if done == total or time.monotonic() - told > 1 / EVENTS_A_SECOND:
-            told = time.monotonic()
-            bar.update_absolute(done, max(total, 1))
-        comfy.model_management.throw_exception_if_processing_interrupted()
-
-    yield on_progress
-
-
-def raise_if_cancelled() -> None:
-    """Raise RuntimeError after Cancel, which ComfyUI then acts upon itself: before the first node, where it
-    asks for fingerprints, its own interrupt would end the queue.
-    """
-    if comfy.model_management.processing_interrupted():
-        raise RuntimeError("Cancel was pressed.")
 
 
 def _send_text(text: str, node_id: str | None) -> None:

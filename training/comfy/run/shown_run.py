@@ -10,7 +10,7 @@ import nodes
 
 from ...config import ADDED
 from ...run.queued import QUEUED, nodes_of, read_queued, run_settings
-from ..files import paths
+from .. import paths
 from .session import known_runs
 
 TRAIN_STEPS = "GraftTrainSteps"

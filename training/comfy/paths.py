@@ -7,10 +7,10 @@ from pathlib import Path
 
 import folder_paths
 
-from ... import distributed
-from ...data.roots import KIND
-from ...files.text import require_letters, shown
-from ...user_error import UserError
+from .. import distributed
+from ..data.roots import KIND
+from ..files.text import require_letters, shown
+from ..user_error import UserError
 
 
 def dataset_roots() -> list[Path]:
