@@ -55,6 +55,7 @@ def install() -> None:
         "convolution_overrideable", partial(_compute, torch.ops.aten.convolution.default), "PrivateUse1"
     )
     aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    aten.impl("set_.source_Storage_storage_offset", _set_storage, "PrivateUse1")
     _kernels.extend((everything, aten))
     torch.version.cuda = None  # as in a torch for another kind of device: ComfyUI asks
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)
@@ -129,6 +130,15 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         crossed.append(f"{source.device.type} -> {target.device.type}")
     _host(target).copy_(_host(source))
     return target
+
+
+def _set_storage(tensor: Tensor, storage: Any, offset: int, size: Any, stride: Any = ()) -> Tensor:
+    """Have a tensor of the card see a storage of the card, which the CPU's kernel would refuse."""
+    room = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    room.owner = storage  # lives as long
+    whole = torch.frombuffer(room, dtype=tensor.dtype)
+    tensor.data = on_card(whole.as_strided(size, stride, offset))
+    return tensor
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *options: Any) -> Any:
