@@ -87,7 +87,7 @@ def test_a_run_that_is_there_costs_no_step(run):
 
 def test_a_run_goes_on_from_its_newest_checkpoint(run):
     seen = []
-    reached = go(run, STEPS + 3, on_step=lambda progress: seen.append(progress.step)).load()
+    reached = go(run, STEPS + 3, on_step=lambda progress, _: seen.append(progress.step)).load()
     assert seen == [STEPS + 1, STEPS + 2, STEPS + 3]
     options = {"steps": 3, "validation": TinySamples()}
     assert_same(reached, train(TinyDenoiser(), TinyDataset(), RUN, load_state(STATES[-1]), **options))
