@@ -102,7 +102,7 @@ def test_without_convolutions_only_linear_layers_are_trained():
 @pytest.mark.parametrize(
     ("preset", "message"),
     [
-        ("{", "preset: no JSON"),
+        ("{", "preset: not JSON"),
         ("[]", "preset: expected an object"),
         ('{"enable_convs": true}', "enable_convs: unknown key; known: enable_conv"),
         ('{"enable_conv": 1}', "enable_conv: expected bool, got 1"),
@@ -111,7 +111,7 @@ def test_without_convolutions_only_linear_layers_are_trained():
         ('{"name_algo_map": {"a": {"algo": "lora", "wd": true}}}', "a: wd|a.*: wd: unknown; known: algo"),
         ('{"name_algo_map": {"a": {"dim": "4"}}}', "dim: '4' is not a possible value"),
         ('{"name_algo_map": {"a": 4}}', "expected an object"),
-        ('{"name_algo_map": {"a": {"factor": 4}, "b": {"factor": 8}}}', "factor has to be the same"),
+        ('{"name_algo_map": {"a": {"factor": 4}, "b": {"factor": 8}}}', "factor must be the same"),
     ],
 )
 def test_what_cannot_be_honored_is_refused(preset, message):

@@ -93,7 +93,7 @@ def test_block_ranges_that_do_not_exist_are_refused(ranges, message):
 
 def test_patterns_may_be_regular_expressions():
     assert chosen(include=("re:blocks\\.[01]\\.mlp",)) == ["blocks.0.mlp", "blocks.1.mlp"]
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         chosen(include=("re:(",))
 
 

@@ -26,7 +26,7 @@ from graft.training.files.lora.read import read_lora
 from graft.training.files.lora.write import lora_key, lora_tensors
 from graft.training.memory.weight_store import Store
 from graft.training.state import TrainState
-from graft.training.tools.merge import merged_weight
+from graft.training.tools.merge import merge_weight
 
 FACTORY = {"device": torch.device("cpu"), "dtype": torch.float32, "operations": comfy.ops.manual_cast}
 CPU = torch.device("cpu")
@@ -78,9 +78,9 @@ def test_a_weight_merged_by_graft_is_the_one_that_the_stock_loader_patches(metho
     patches = stock(tensors, {"diffusion_model.net.layer": key}, caplog)
     delta = adapter.delta(base).detach().norm()
     for strength in (1.0, -0.5):
-        ours, theirs = merged_weight(base, read, strength), patched(patches, key, base, strength)
+        ours, theirs = merge_weight(base, read, strength), patched(patches, key, base, strength)
         assert (ours - theirs).norm() <= 1e-5 * delta
-    assert (merged_weight(base, read) - base - adapter.delta(base)).norm() <= 1e-5 * delta
+    assert (merge_weight(base, read) - base - adapter.delta(base)).norm() <= 1e-5 * delta
 
 
 SMALLEST_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float8_e4m3fn: 2**-3}

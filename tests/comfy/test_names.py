@@ -30,7 +30,7 @@ from graft.training.files.lora.read import read_lora, split_key
 from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state
 from graft.training.tools.convert import convert
-from graft.training.tools.merge import merge_files, merged_weight
+from graft.training.tools.merge import merge_files, merge_weight
 from graft.training.tools.resize import resize
 
 MODELS = {name: tiny for name, tiny in (TINY | SIBLINGS | OTHERS).items() if not tiny.missing}
@@ -225,7 +225,7 @@ def test_magnitudes_of_every_method_and_axis_are_merged_and_resized_as_comfyuis_
         [layer] = read_lora(tmp_path / f"{name}.safetensors").layers.values()
         for strength in (1.0, 0.5):
             theirs = comfy.lora.calculate_weight([(strength, patch, 1.0, None, None)], base.clone(), "k")
-            assert torch.allclose(merged_weight(base, layer, strength), theirs, atol=1e-4)
+            assert torch.allclose(merge_weight(base, layer, strength), theirs, atol=1e-4)
     assert ("over outputs" in layer.title) == (axis == "over outputs")
 
 

@@ -196,9 +196,9 @@ def test_either_the_average_or_the_last_steps_weights_are_saved(execute, base):
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("con", "Windows knows no file"),
-        ("people/NUL.v2", "Windows knows no file"),
-        ("lpt1 /anna", "Windows knows no file"),
+        ("con", "is not a file name on Windows"),
+        ("people/NUL.v2", "is not a file name on Windows"),
+        ("lpt1 /anna", "is not a file name on Windows"),
         ("\u00e9" * 121, "is too long; 240 bytes are the most"),
         ("a/" * 600 + "a", "is too long; 1024 bytes are the most"),
         ("\ud83d", "holds half of a letter"),

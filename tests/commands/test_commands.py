@@ -102,7 +102,7 @@ def test_no_command_replaces_the_file_it_reads(at, command, capsys):
     source = at(COMMANDS[command][1])
     before = Path(source).read_bytes()
     assert call(at, command, source) == 2
-    assert "would replace the file it is made of" in capsys.readouterr().err
+    assert "would replace a file that it is made from" in capsys.readouterr().err
     os.link(source, at("link"))
     assert call(at, command, at("link")) == 2
     assert Path(source).read_bytes() == before
@@ -113,7 +113,7 @@ def test_an_output_that_cannot_be_written_is_one_line(at, command, capsys):
     Path(at("x")).with_suffix("").write_text("a file, not a folder")
     for output, message in (
         (str(Path(at("x")).with_suffix("") / "out.safetensors"), "cannot be written"),
-        (str(Path(at("x")).with_suffix(".ckpt")), "let its name end in that"),
+        (str(Path(at("x")).with_suffix(".ckpt")), "give it that extension"),
     ):
         assert call(at, command, output) == 2
         error = capsys.readouterr().err

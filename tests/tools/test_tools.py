@@ -12,7 +12,7 @@ from graft.training.tools.convert import convert
 from graft.training.tools.extract import extract
 from graft.training.tools.inspect import inspect, text
 from graft.training.tools.low_rank import best_factors, best_of_product
-from graft.training.tools.merge import METADATA, AlreadyMerged, merge_files, merged_weight
+from graft.training.tools.merge import METADATA, AlreadyMerged, merge_files, merge_weight
 from graft.training.tools.resize import resize
 
 from ..support.lora_files import (
@@ -153,9 +153,9 @@ def test_dora_is_merged_by_its_formula(tmp_path):
     magnitude = torch.rand(1, 8) + 0.5
     file = lora_file(tmp_path, {**tensors, "lora_unet_blocks_0_attn_qkv.dora_scale": magnitude})
     [layer] = file.layers.values()
-    merged = merged_weight(checkpoint()[QKV], layer)
+    merged = merge_weight(checkpoint()[QKV], layer)
     assert torch.allclose(merged.norm(dim=0), magnitude.flatten(), atol=1e-5)
-    half = merged_weight(checkpoint()[QKV], layer, 0.5)
+    half = merge_weight(checkpoint()[QKV], layer, 0.5)
     assert torch.allclose(half, (merged + checkpoint()[QKV]) / 2, atol=1e-6)
 
 
@@ -421,7 +421,7 @@ def test_a_large_matrix_is_approximated_nearly_as_well_as_can_be():
 
 @pytest.mark.parametrize("strength", [float("nan"), float("inf"), float("-inf")])
 def test_a_strength_that_is_no_number_is_refused(tmp_path, strength):
-    with pytest.raises(ValueError, match=r"strength: -?(nan|inf) is no number to multiply by; 1 is as"):
+    with pytest.raises(ValueError, match=r"strength: -?(nan|inf) is not a finite number; 1 is as"):
         merged_with(tmp_path, checkpoint(), lora_path(tmp_path), strength)
     assert not (tmp_path / "merged.safetensors").exists()
 
@@ -436,7 +436,7 @@ def test_a_result_too_large_for_the_weights_is_refused(tmp_path):
 def test_models_with_values_that_are_no_numbers_are_not_extracted():
     base, other = tuned()
     other[QKV][0, 0] = float("nan")
-    with pytest.raises(ValueError, match=f"{QKV}: holds values that are no numbers in one of the models"):
+    with pytest.raises(ValueError, match=f"{QKV}: holds infinite or NaN values in one of the models"):
         extract(base, other, rank=2)
 
 
@@ -495,7 +495,9 @@ def test_a_difference_of_another_shape_is_refused_by_name(tmp_path):
 def test_a_name_that_only_the_base_explains_is_not_converted_without_it(tmp_path, name):
     tensors = {f"{name}.lora_up.weight": torch.ones(4, 2), f"{name}.lora_down.weight": torch.ones(2, 4)}
     for layout in ("kohya", "native"):
-        with pytest.raises(ValueError, match=r"cannot be told from the name; give a checkpoint of its base"):
+        with pytest.raises(
+            ValueError, match=r"does not tell which layer of the model it is; give a checkpoint of its base"
+        ):
             convert(lora_file(tmp_path, tensors), layout)
 
 

@@ -1,7 +1,7 @@
 """Dropout of an adapter's inputs, of its rank components, or of the whole adapter, in training steps only.
 
-Every mask is a pure function of (seed, micro-batch, layer), so a resumed run drops what the uninterrupted one
-would have dropped, and a checkpointed block recomputes with the masks it was computed with.
+Every mask is a pure function of (seed, micro-batch, layer), so a resumed run drops what an uninterrupted one
+would have dropped, and a checkpointed block is recomputed with the same masks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _current: tuple[int, int] | None = None
 
 @contextmanager
 def draws(seed: int, index: int) -> Iterator[None]:
-    """Let attached adapters drop out as micro-batch `index` of a run; around forward and backward pass."""
+    """Draw the dropout of micro-batch `index` of a run; use it around the forward and the backward pass."""
     global _current
     before, _current = _current, (seed, index)
     try:
@@ -59,7 +59,7 @@ class Draw:
         return self.x * kept.to(self.x.dtype) / (1 - share)
 
     def ranks(self) -> Tensor | None:
-        """Return the rank components' factors (rank,), 0 for a share of them; None when all are kept."""
+        """Return a factor for each rank component (rank,), 0 for those dropped; None where none can be."""
         share = self.config.rank_dropout
         if _current is None or not share:
             return None

@@ -1,4 +1,4 @@
-"""Presets in LyCORIS's JSON layout: which layers are trained, and with which algorithm and rank each.
+"""Presets in LyCORIS's JSON layout: which layers are trained, each with its algorithm and rank.
 
 {"enable_conv": true, "unet_target_module": ["Transformer2DModel"], "unet_target_name": ["conv_in"],
  "name_algo_map": {"*attn1*": {"algo": "lokr", "factor": 8}}, "module_algo_map": {"FeedForward": {"dim": 4}},
@@ -27,18 +27,18 @@ SHARED = {
     "full_matrix": "full_matrix",
     "use_tucker": "tucker",
 }
-"""Keys of an algorithm map that are one setting for all layers here -> its field."""
+"""Keys of an algorithm map that Graft has one setting for, shared by all layers -> its field."""
 
 
 def apply_preset(text: str, config: AdapterConfig) -> AdapterConfig:
     """Return `config` with the layers and per-layer settings of a preset.
 
-    Raises UserError for text that is no such preset, and for anything in it that could not be honored.
+    Raises UserError for text that is not such a preset, and for anything in it that cannot be honored.
     """
     try:
         preset = parse_json(text)
     except ValueError as error:
-        raise UserError(f"preset: no JSON ({error}).") from error
+        raise UserError(f"preset: not JSON ({error}).") from error
     if not isinstance(preset, dict):
         raise UserError('preset: expected an object such as {"unet_target_module": ["Transformer2DModel"]}.')
     for key, value in preset.items():
@@ -118,7 +118,7 @@ def _shared(rules: list[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
                     f"preset: {pattern}: {key}: unknown; known: algo, dim, alpha, {', '.join(SHARED)}."
                 )
             if shared.setdefault(SHARED[key], value) != value:
-                raise UserError(f"preset: {key} has to be the same in all of the preset.")
+                raise UserError(f"preset: {key} must be the same everywhere in the preset.")
     return shared
 
 

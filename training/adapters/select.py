@@ -1,4 +1,4 @@
-"""Which layers are trained, with which settings each: patterns over paths, block ranges, per-layer values."""
+"""Which layers are trained, and with which settings: patterns over paths, block ranges, per-layer values."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PARTS: Mapping[str, tuple[int, int]] = {"early": (0, 1), "middle": (1, 2), "late
 def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> dict[str, LayerSpec]:
     """Return the layers to train, by module path, in the model's order.
 
-    Raises UserError when the preset is unknown or nothing matches, with names that exist.
+    Raises UserError, naming what exists, for an unknown preset and when nothing matches.
     """
     if config.targets not in family.targets:
         raise UserError(
             f"targets: {family.name} has no preset {config.targets!r}; "
             f"choose one of {', '.join(family.targets)}."
         )
-    specs, text = _apart(specs)
+    specs, text = _split_text(specs)
     kinds = KINDS.get(config.targets, ("linear",))
     preset = family.targets[config.targets]
     candidates = {n: s for n, s in specs.items() if s.kind in kinds and matches(n, preset)}
@@ -60,8 +60,8 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
 
 
 def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> list[str]:
-    """Return a sentence for every pattern of the settings that matches no layer, and so does nothing, and one
-    for `tucker` where no trained layer has a kernel to decompose.
+    """Return a sentence for every pattern in the settings that matches no layer, and one for `tucker` where
+    no trained layer has a kernel to decompose.
 
     Raises UserError as `select` does.
     """
@@ -79,13 +79,13 @@ def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: Adapte
     if config.tucker and not any(map(kernel_can_be_decomposed, trained.values())):
         found.append(
             "tucker True has no effect: no trained layer is a two-dimensional convolution larger than 1x1; "
-            "the targets all have them where the model does."
+            "set targets to all, which has them where the model does."
         )
     return found
 
 
-def _apart(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:
-    """Return the layers of the diffusion model, which presets choose from, and those of text encoders."""
+def _split_text(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:
+    """Return the diffusion model's layers, which presets choose from, and those of the text encoders."""
     network = {path: spec for path, spec in specs.items() if not is_text(path)}
     return network, {path: spec for path, spec in specs.items() if is_text(path)}
 
@@ -109,9 +109,9 @@ def first_match(path: str, rules: Iterable[tuple[str, T]], default: T) -> T:
 
 
 def in_blocks(specs: Mapping[str, LayerSpec], family: Family, ranges: str) -> set[str]:
-    """Return the layers inside the model's repeated blocks that `ranges` names; see `AdapterConfig.blocks`.
+    """Return the layers in the repeated blocks that `ranges` names; see `AdapterConfig.blocks`.
 
-    Raises UserError when the text cannot be read, or names a block that the model does not have.
+    Raises UserError for text that cannot be read and for a block that the model does not have.
     """
     found = {name: block_of(name, family.blocks) for name in specs}
     inside = {name: block for name, block in found.items() if block not in (None, name)}
@@ -131,7 +131,7 @@ def _matches(path: str, pattern: str) -> bool:
     try:
         return re.fullmatch(pattern[3:], path) is not None
     except re.error as error:
-        raise UserError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        raise UserError(f"pattern {pattern!r} is not a regular expression: {error}.") from error
 
 
 def _indices(part: str, count: int) -> range:
@@ -141,7 +141,7 @@ def _indices(part: str, count: int) -> range:
     found = re.fullmatch(r"(\d+)(?:\s*(-)\s*(\d*))?", part)
     if not found:
         raise UserError(
-            f"blocks: {part!r} is no block range; write for example '0-11, 18, 30-', or early, middle, late."
+            f"blocks: {part!r} is no block range; write for instance '0-11, 18, 30-', early, middle or late."
         )
     first = int(found[1])
     last = int(found[3]) if found[3] else count - 1 if found[2] else first

@@ -25,8 +25,10 @@ def graft_folder() -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    """Return where this process writes what belongs into `folder` of output/graft: there, but for processes
-    that train along with rank 0. They read it only, and their copies go into ComfyUI's temporary folder.
+    """Return the folder that this process writes to for `folder` in output/graft.
+
+    That is `folder` for rank 0. Processes that train along with it only read it, and write to ComfyUI's
+    temporary folder.
     """
     if distributed.rank() == 0:
         return folder
@@ -58,7 +60,7 @@ def _diffusers_folder() -> Path:
 
 
 def lora_file_names() -> list[str]:
-    """Return the LoRA files that Graft's nodes read: Load LoRA's, and those in output/diffusers."""
+    """Return the LoRA files that Graft's nodes read: those of Load LoRA, and those in output/diffusers."""
     found = sorted(_diffusers_folder().rglob("*.safetensors"))
     return [
         *listed("loras"),
@@ -67,7 +69,7 @@ def lora_file_names() -> list[str]:
 
 
 def lora_file_path(name: str) -> Path:
-    """Return the file that `lora_file_names` gives. Raises UserError when it is not there."""
+    """Return the path of a name in `lora_file_names`. Raises UserError when the file is missing."""
     if name.startswith(_IN_DIFFUSERS) and folder_paths.get_full_path("loras", name) is None:
         path = diffusers_path(name.removeprefix(_IN_DIFFUSERS))
         if path.is_file():
@@ -76,7 +78,7 @@ def lora_file_path(name: str) -> Path:
 
 
 _IN_DIFFUSERS = "output/diffusers/"
-"""Before the names of files there."""
+"""Prefix of the names of files in there."""
 
 
 def checkpoint_path(name: str) -> Path:
@@ -94,7 +96,7 @@ def listed(kind: str) -> list[str]:
 
 
 def listed_file(kinds: Sequence[str], name: str) -> Path:
-    """Return a file that `listed` names under one of `kinds`. Raises UserError when it is not there."""
+    """Return the path of a name in `listed` of one of `kinds`. Raises UserError when the file is missing."""
     for kind in kinds:
         found = folder_paths.get_full_path(kind, name)
         if found is not None:
@@ -110,12 +112,12 @@ def run_folder(name: str, key: str) -> Path:
 
 
 def run_name(folder: Path) -> str:
-    """Return what names a run in routes and events: its folder below output/graft, with '/' between parts."""
+    """Return a run's name in routes and events: its folder below output/graft, with '/' between parts."""
     return folder.relative_to(graft_folder()).as_posix()
 
 
 def existing_run(run: str) -> Path:
-    """Return the folder of the run that `run_name` names. Raises UserError for a name that leads out."""
+    """Return the folder of a `run_name`. Raises UserError for a name that leaves output/graft."""
     return _inside(graft_folder(), run, "run", "")
 
 
@@ -125,11 +127,11 @@ def state_folder(name: str) -> Path:
 
 
 LONGEST = 240
-"""Bytes of a name: systems allow 255, and a step or an extension may follow."""
+"""Most bytes of a name: systems allow 255, and a step or an extension may follow."""
 LONGEST_PATH = 1024
-"""Bytes of a name with its subfolders; the folder that it lies in comes before."""
+"""Most bytes of a name with its subfolders, without the folder that it is in."""
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
-"""What Windows takes for a device, whatever the extension."""
+"""Names that Windows takes for devices, whatever their extension."""
 
 
 def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
@@ -142,12 +144,12 @@ def _inside(root: Path, name: str, what: str, suffix: str) -> Path:
             raise UserError(f"{what}: {text[:40]!r}... is too long; {most} bytes are the most.")
     for part in parts:
         if part.partition(".")[0].strip().lower() in RESERVED:
-            raise UserError(f"{what}: Windows knows no file called {part!r}; choose another name.")
+            raise UserError(f"{what}: {part!r} is not a file name on Windows; choose another name.")
     if not clean or any(part.strip(". ") == "" for part in parts) or forbidden & set(clean):
         raise UserError(
             f"{what}: {name!r} is not a usable name; use letters, digits, '-', '_' and '/' for subfolders."
         )
     path = root.joinpath(*parts[:-1], parts[-1] + suffix)
     if not path.resolve().is_relative_to(root.resolve()):
-        raise UserError(f"{what}: {name!r} leads out of {root}; choose a name inside it.")
+        raise UserError(f"{what}: {name!r} is outside {root}; choose a name inside it.")
     return path

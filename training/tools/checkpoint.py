@@ -1,4 +1,4 @@
-"""A saved checkpoint's weights as LoRA files name them: the network's and those of its text encoders."""
+"""The weights of a checkpoint file under the names of LoRA files: the network's and its text encoders'."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..files.lora.read import LoraFile
 from ..user_error import UserError
 
 NETWORK_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
-"""Before the network's own paths: in a full checkpoint, in ComfyUI, in a file of the network alone."""
+"""Prefixes of the network's own paths: in a full checkpoint, in ComfyUI, in a file of the network alone."""
 
 LEFT_OUT = ("first_stage_model.", "vae.", "model_ema.")
 """Parts of a checkpoint that a LoRA cannot hold."""
 
 NETWORK = ""
-"""As the part of a layer: not a text encoder's."""
+"""`Place.part` of the network's own layers."""
 
 _OPEN_CLIP = {
     "attn.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -27,23 +27,23 @@ _OPEN_CLIP = {
     "mlp.c_fc": ("mlp.fc1",),
     "mlp.c_proj": ("mlp.fc2",),
 }
-"""Layers of OpenCLIP, as SDXL and SD2 checkpoints store it -> those that files name, fused ones in order."""
+"""Layers of OpenCLIP, as SDXL and SD2 checkpoints store them -> layers of LoRA files, fused ones in order."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer as files name it, within a weight of a checkpoint."""
+    """A layer of LoRA files, within a weight of a checkpoint."""
 
     part: str
-    """Key of TEXT_ENCODERS, or NETWORK."""
+    """A key of TEXT_ENCODERS, or NETWORK."""
     path: str
     first: int
-    """Row of the weight."""
+    """First row of the weight."""
     rows: int
 
 
 def kohya_prefix(part: str, keys: Iterable[str]) -> str:
-    """Return how kohya's names of a part's layers begin, for the base whose checkpoint has these `keys`."""
+    """Return kohya's prefix for a part's layers, for a base whose checkpoint has these `keys`."""
     if part == NETWORK:
         return "lora_unet_"
     alone = any(key.startswith("cond_stage_model.") for key in keys)  # SD1 and SD2 have one text encoder
@@ -51,7 +51,7 @@ def kohya_prefix(part: str, keys: Iterable[str]) -> str:
 
 
 def places(key: str, shape: Shape) -> list[Place]:
-    """Return a weight's layers: none for what no factors make, three for OpenCLIP's fused qkv."""
+    """Return a weight's layers: three for OpenCLIP's fused qkv, none for a weight that LoRA cannot change."""
     return _places(key, shape) if len(shape) >= 2 else []
 
 
@@ -112,7 +112,7 @@ def weight_names(shapes: Shapes) -> dict[str, Target]:
 def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
     """Find the file's layers among the weights of a checkpoint.
 
-    Raises UserError when nothing matches, or a layer does not have its weight's shape.
+    Raises UserError when nothing matches, and for a layer that does not have its weight's shape.
     """
     outputs = {key: shape[0] for key, shape in shapes.items() if shape}
     matched = match_lora(file, weight_names(shapes), outputs, "the base")

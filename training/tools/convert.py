@@ -57,8 +57,8 @@ def convert(
 ) -> dict[str, Tensor]:
     """Return the file's tensors in `layout` and `dtype` (None: as they are).
 
-    What the names in a file stand for cannot always be read from them: `shapes` are those of a checkpoint of
-    its base. Raises UserError when they are needed and missing, or the layout cannot hold a layer.
+    A name does not always tell which layer it stands for; `shapes`, of a checkpoint of the base, do. Raises
+    UserError when they are needed and missing, and for a layer that the layout cannot hold.
     """
     return place_tensors(file, layout, dtype=dtype, shapes=shapes)[0]
 
@@ -66,11 +66,11 @@ def convert(
 def place_tensors(
     file: LoraFile, layout: str, *, dtype: torch.dtype | None = None, shapes: Shapes | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """As `convert`, and the keys of the file that no program could place, with the reason."""
+    """As `convert`; also return the keys of the file that are left out, with the reasons."""
     if layout not in LAYOUTS:
         raise UserError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
     text = {name: found for name in file.methods if (found := text_layer(name))}
-    network = _only(file, file.methods.keys() - text.keys())
+    network = _take_layers(file, file.methods.keys() - text.keys())
     tensors: dict[str, Tensor] = {}
     left_out = why_other(file)
     for name, (encoder, path) in text.items():
@@ -79,11 +79,11 @@ def place_tensors(
             tensors |= _spell_layer(new, file.layers[name], layout)
         tensors |= _rename_rest(file, name, new, layout)
     if network.methods and shapes is not None:
-        of_network, lost = _network_of(network, layout, shapes)
+        of_network, lost = _place_by_base(network, layout, shapes)
         tensors |= of_network
         left_out |= lost
     elif network.methods:
-        tensors |= _network(network, layout)
+        tensors |= _place_by_name(network, layout)
     if dtype is None:
         return tensors, left_out
     exact = tuple(f".{suffix}" for suffix in EXACT)
@@ -116,12 +116,12 @@ def convert_file(
 
 
 def base_shapes(base: Path | None) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of a checkpoint's weights, None where there is none."""
+    """Return the shapes of a checkpoint's weights; None without a checkpoint."""
     return {key: entry.shape for key, entry in TensorFile(base).entries.items()} if base else None
 
 
-def _only(file: LoraFile, names: Set[str]) -> LoraFile:
-    """Return a file with these of its layers."""
+def _take_layers(file: LoraFile, names: Set[str]) -> LoraFile:
+    """Return a file with only these of its layers."""
     return dataclasses.replace(
         file,
         layers={name: layer for name, layer in file.layers.items() if name in names},
@@ -131,8 +131,8 @@ def _only(file: LoraFile, names: Set[str]) -> LoraFile:
     )
 
 
-def _network(file: LoraFile, layout: str) -> dict[str, Tensor]:
-    """Return the network's layers in `layout`, as far as their names tell what they are."""
+def _place_by_name(file: LoraFile, layout: str) -> dict[str, Tensor]:
+    """Return the network's layers in `layout`, going by their names alone."""
     if layout == "diffusers":
         raise UserError(f"{file.name}: diffusers names layers its own way; {GIVE_BASE}")
     tensors: dict[str, Tensor] = {}
@@ -144,11 +144,10 @@ def _network(file: LoraFile, layout: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the network's layers in `layout`, with the names of a base of these shapes; keys left out.
+def _place_by_base(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the network's layers in `layout` under the names of a base of these shapes, and keys left out.
 
-    Raises UserError for a name that ComfyUI's loader would not find in its own table, where the layout is
-    one of its own.
+    Raises UserError for a name that ComfyUI's loader does not know, where the layout is ComfyUI's.
     """
     own = network_shapes(shapes)
     if layout in ("kohya", "native") and in_diffusers_names(own):
@@ -187,14 +186,12 @@ def _network_of(file: LoraFile, layout: str, shapes: Shapes) -> tuple[dict[str, 
 
 
 def _path_in(file: str, name: str, layout: str) -> str:
-    """Return the layer's path as far as its name tells, with underscores where `layout` has them anyway."""
+    """Return the layer's path from its name, with underscores where `layout` has them anyway."""
     if layout == "kohya" and name.startswith("lora_unet_"):
         return name.removeprefix("lora_unet_")
     path = own_path(name, flat=layout == "kohya")
     if path is None or (name.startswith(FLAT_PREFIXES) and layout != "kohya"):
-        raise UserError(
-            f"{file}: {name}: which layer of the model that is cannot be told from the name; {GIVE_BASE}"
-        )
+        raise UserError(f"{file}: {name}: the name does not tell which layer of the model it is; {GIVE_BASE}")
     return path
 
 
@@ -209,7 +206,7 @@ def _spell_layer(
 ) -> dict[str, Tensor]:
     """Return a layer's tensors under `name`, with the suffixes of `layout`.
 
-    With its architecture the native layout splits what diffusers has in parts, as Save LoRA does.
+    Given the architecture, the native layout splits layers that diffusers has in parts, as Save LoRA does.
     """
     tensors = dict(layer.tensors)
     if layout == "kohya":
@@ -231,9 +228,9 @@ def _spell_layer(
 
 
 def _rename_rest(file: LoraFile, name: str, new: str, layout: str) -> dict[str, Tensor]:
-    """Return what a layer holds beside factors, its tensors as they are, under another name.
+    """Return a layer's tensors that are not factors, as they are, under a new name.
 
-    Raises UserError where the programs that read the layout do not know its method.
+    Raises UserError where programs that read the layout do not know the method.
     """
     tensors, method = dict(file.whole.get(name, {})), "whole differences"
     tensors = {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Extract a LoRA from two models: the difference of their weights, layer by layer, in the rank asked for."""
+"""Extract a LoRA from two models: the difference of their weights, layer by layer, at a chosen rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def extract(
     """Return a kohya LoRA whose products are the best approximations of tuned - base, with alpha = rank, and
     the keys whose difference no LoRA can hold (biases, norms, the VAE).
 
-    Two weights are read at a time; `device` computes. Raises UserError when the models differ in shape,
+    Two weights are read at a time and compared on `device`. Raises UserError when the models differ in shape,
     share no weight, or do not differ at all.
     """
     check_size(rank, energy)
@@ -39,8 +39,8 @@ def extract(
         raise UserError("the two models have no weight in common; give two checkpoints of the same kind.")
     tensors: dict[str, Tensor] = {}
     left_out: list[str] = []
-    for number, key in enumerate(shared):
-        on_progress(number, len(shared), key)
+    for index, key in enumerate(shared):
+        on_progress(index, len(shared), key)
         before, after = base[key], tuned[key]
         if before.shape != after.shape:
             raise UserError(
@@ -53,7 +53,9 @@ def extract(
             left_out.append(key)
         difference = after.to(device, torch.float32) - before.to(device, torch.float32)
         if not bool(torch.isfinite(difference).all()):
-            raise UserError(f"{key}: holds values that are no numbers in one of the models; it is damaged.")
+            raise UserError(
+                f"{key}: holds infinite or NaN values in one of the models, which is damaged; choose another."
+            )
         for place in layers:
             name = kohya_prefix(place.part, shared) + place.path.replace(".", "_")
             part = difference[place.first : place.first + place.rows]
@@ -99,7 +101,7 @@ def extract_files(
 
 
 def size_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what sd-scripts' metadata say of a LoRA whose alpha is its rank."""
+    """Return sd-scripts' metadata of the size of a LoRA whose alpha is its rank."""
     largest = str(max(_ranks(tensors)))
     size = {"ss_network_dim": largest, "ss_network_alpha": largest}
     return {"ss_network_module": "networks.lora", "ss_network_args": "{}", **size}

@@ -1,4 +1,4 @@
-"""What every tool does with files: where results may go, and what is told meanwhile and afterwards."""
+"""What all tools share: where results may go, and the report on keys that were left out."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..user_error import UserError
 
 
 def check_output(output: Path, inputs: Iterable[Path]) -> None:
-    """Raise UserError unless `output` is a .safetensors file other than the files that are read."""
+    """Raise UserError unless `output` is a .safetensors file that is none of the `inputs`."""
     if output.suffix != ".safetensors":
-        raise UserError(f"{output.name}: the result is a .safetensors file; let its name end in that.")
+        raise UserError(f"{output.name}: the result is a .safetensors file; give it that extension.")
     if output.is_dir():
-        raise UserError(f"{output.name}: there is a folder of that name; choose another name.")
+        raise UserError(f"{output.name}: a folder has that name; choose another name.")
     for path in inputs:
         same_place = os.path.realpath(output) == os.path.realpath(path)
         if same_place or (output.exists() and path.exists() and output.samefile(path)):
             raise UserError(
-                f"{output.name}: the result would replace the file it is made of; choose another name."
+                f"{output.name}: the result would replace a file that it is made from; choose another name."
             )
 
 
 def left_out_lines(left_out: Mapping[str, str]) -> list[str]:
-    """Return lines that list keys of a file which were not used, by reason; none for none."""
+    """Return lines that list the keys of a file that were left out, by reason; none where none were."""
     lines: list[str] = []
     for reason, keys in by_reason(left_out).items():
         lines += [f"{len(keys)} keys {reason} and were left out:", *(f"  {key}" for key in keys)]

@@ -14,31 +14,31 @@ def best_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return (up, down) with up @ down the best approximation of `matrix`, the singular values split evenly.
 
-    `rank` is the largest rank, `energy` the share (0 to 1) of the squared singular values to keep; at least
-    one of them. The rank is never 0. By rank alone, a large matrix is decomposed as far as needed
-    (`principal`), which leaves at most a hundredth of a percent more than the best.
+    `rank` is the largest rank, `energy` the share (0 to 1) of the squared singular values to keep; give at
+    least one. The rank is never 0. By rank alone, a large matrix is decomposed only as far as needed
+    (`principal`), whose error is at most a hundredth of a percent above the best.
     """
     _require_finite(matrix)
     if energy is None and rank is not None:
         u, s, v = principal(matrix, rank, torch.Generator().manual_seed(0))
-        return _split(u, s, v, rank)
+        return _split_evenly(u, s, v, rank)
     u, s, v = torch.linalg.svd(decomposable(matrix), full_matrices=False)
-    return _split(u, s, v, _kept(s, rank, energy))
+    return _split_evenly(u, s, v, _rank_for(s, rank, energy))
 
 
 def best_of_product(
     up: Tensor, down: Tensor, *, rank: int | None = None, energy: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `best_factors(up @ down)`, at the cost of the factors' own rank: the product is never formed.
+    """As `best_factors(up @ down)` at the cost of the factors' own rank: the product is never formed.
 
-    Raises UserError where that has numbers too large for float32.
+    Raises UserError where the product has numbers too large for float32.
     """
     q_up, r_up = torch.linalg.qr(decomposable(up))
     q_down, r_down = torch.linalg.qr(decomposable(down).T)
     core = r_up @ r_down.T
     _require_finite(core)
     u, s, v = torch.linalg.svd(core, full_matrices=False)
-    return _split(q_up @ u, s, v @ q_down.T, _kept(s, rank, energy))
+    return _split_evenly(q_up @ u, s, v @ q_down.T, _rank_for(s, rank, energy))
 
 
 def check_size(rank: int | None, energy: float | None) -> None:
@@ -56,7 +56,7 @@ def _require_finite(matrix: Tensor) -> None:
         raise UserError("its difference holds infinite numbers or NaN; it cannot be resized.")
 
 
-def _kept(s: Tensor, rank: int | None, energy: float | None) -> int:
+def _rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
     kept = len(s)
     if energy is not None:
         shares = s.double().square().cumsum(0) / s.double().square().sum().clamp_min(1e-300)
@@ -64,6 +64,6 @@ def _kept(s: Tensor, rank: int | None, energy: float | None) -> int:
     return max(1, min(kept, rank or kept, len(s)))
 
 
-def _split(u: Tensor, s: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _split_evenly(u: Tensor, s: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     root = s[:rank].sqrt()
     return (u[:, :rank] * root).contiguous(), (root[:, None] * v[:rank]).contiguous()

@@ -1,8 +1,8 @@
 """Merge LoRAs into a checkpoint file, or one into a ComfyUI MODEL and out of it again.
 
-A checkpoint is copied tensor by tensor, and its metadata remember what was merged. In a MODEL nothing is
-subtracted: patches are added, and the very same patches are taken away. So merging twice, and unmerging what
-was not merged, are errors.
+A checkpoint is copied tensor by tensor, and its metadata lists what was merged. In a MODEL nothing is
+subtracted: patches are added, and the same patches are removed. So merging twice, and unmerging what was not
+merged, are errors.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def merge_files(
 ) -> str:
     """Write the checkpoint `base` with each (LoRA, strength) in it, in this order; return a report.
 
-    At any time one weight is in memory, and the LoRAs. Weights without one, and all metadata, are copied byte
-    for byte. Raises AlreadyMerged when the metadata name a LoRA, UserError for files that do not fit.
+    One weight at a time is in memory, beside the LoRAs. Weights that no LoRA changes and all metadata are
+    copied byte for byte. Raises AlreadyMerged when the metadata lists a LoRA, UserError for files that do not
+    match.
     """
     check_output(output, [base, *(path for path, _ in loras)])
     weights = TensorFile(base)
@@ -104,7 +105,7 @@ def merge_files(
 
 
 def _history_of(metadata: Mapping[str, str], base: str) -> list[dict[str, Any]]:
-    """Return the LoRAs that a checkpoint's metadata list as merged. Raises UserError for any other value."""
+    """Return the LoRAs that a checkpoint's metadata lists as merged. Raises UserError for any other value."""
     text = metadata.get(METADATA, "[]")
     try:
         history = parse_json(text)
@@ -121,7 +122,7 @@ def _history_of(metadata: Mapping[str, str], base: str) -> list[dict[str, Any]]:
 def check_strength(strength: float) -> None:
     """Raise UserError unless a strength is a number."""
     if not math.isfinite(strength):
-        raise UserError(f"strength: {strength} is no number to multiply by; 1 is as trained.")
+        raise UserError(f"strength: {strength} is not a finite number; 1 is as trained.")
 
 
 Change = Callable[[Tensor, str], Tensor]
@@ -133,11 +134,11 @@ def changes_of(
 ) -> tuple[list[tuple[str, Change]], dict[str, str]]:
     """Return what a LoRA does to weights, by their keys, and the keys of the file that are left out.
 
-    As ComfyUI's loader: a whole difference of a bias comes beside the factors of its weight. Raises
-    UserError for one that does not have its weight's shape.
+    As in ComfyUI's loader, a bias may have a whole difference beside its weight's factors. Raises UserError
+    for a whole difference that does not have its weight's shape.
     """
     changes: list[tuple[str, Change]] = [
-        (key, partial(_with_layer, layer=layer, strength=strength)) for key, layer in matched.layers.items()
+        (key, partial(_add_layer, layer=layer, strength=strength)) for key, layer in matched.layers.items()
     ]
     left_out = dict(matched.left_out)
     for part in matched.whole:
@@ -157,13 +158,13 @@ def changes_of(
                 )
             tensor = part.tensors[suffix]
             tensor = swap_halves(tensor) if target.swapped else tensor
-            change = partial(_with_whole, tensor=tensor, first=first, strength=strength)
+            change = partial(_add_whole, tensor=tensor, first=first, strength=strength)
             changes.append((key, partial(change, replaces=suffix == "set_weight")))
     return changes, left_out
 
 
 def _whole_keys(part: WholeLayer) -> dict[str, str]:
-    """Return the suffixes that ComfyUI applies, the last of those for one weight -> the weight's key."""
+    """Return the suffixes that ComfyUI applies, the last one for each weight -> the weight's key."""
     key, tensors = part.target.key, part.tensors
     bias = f"{key.removesuffix('weight')}bias"
     weights = [suffix for suffix in ("w_norm", "diff", "set_weight") if suffix in tensors]
@@ -171,7 +172,7 @@ def _whole_keys(part: WholeLayer) -> dict[str, str]:
     return dict.fromkeys(weights[-1:], key) | dict.fromkeys(biases[-1:], bias)
 
 
-def _with_whole(
+def _add_whole(
     weight: Tensor, name: str, *, tensor: Tensor, first: int, strength: float, replaces: bool
 ) -> Tensor:
     base = _precise(weight, name)
@@ -180,14 +181,14 @@ def _with_whole(
     return base.to(weight.dtype)
 
 
-def _with_layer(weight: Tensor, name: str, *, layer: LoraLayer, strength: float) -> Tensor:
-    return merged_weight(weight, layer, strength, name)
+def _add_layer(weight: Tensor, name: str, *, layer: LoraLayer, strength: float) -> Tensor:
+    return merge_weight(weight, layer, strength, name)
 
 
-def merged_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: str = "weight") -> Tensor:
-    """Return one weight with `strength` times a LoRA's difference, in its dtype; as ComfyUI's loader does.
+def merge_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: str = "weight") -> Tensor:
+    """Return one weight with `strength` times a LoRA's difference, in its dtype, as ComfyUI's loader does.
 
-    Raises UserError for a weight of 8 bits, in which a small difference is lost.
+    Raises UserError for an 8-bit weight, whose rounding would lose a small difference.
     """
     base = _precise(weight, name)
     moved = base + layer.product().reshape(weight.shape)
@@ -218,7 +219,7 @@ def _require_computable(file: LoraFile, matched: Matched) -> None:
 
 
 def _share_line(file: LoraFile, left_out: Mapping[str, str]) -> list[str]:
-    """Return a line that says how much of the difference, by norm, found no place; none where all did."""
+    """Return a line with the share of the difference, by norm, that was left out; none where it is 0."""
     squares = {name: layer.square() for name, layer in file.layers.items()}
     lost = [
         n for n, layer in file.layers.items() if left_out.get(f"{n}.{next(iter(layer.tensors))}") == NO_LAYER
@@ -250,7 +251,7 @@ def merge_model(model: Any, patches: Mapping[Any, Any], key: str, name: str, *, 
 
 
 def unmerge_model(model: Any, key: str, name: str) -> Any:
-    """Return a clone of the patcher without what `merge_model` added under `key`; weights are then as before.
+    """Return a clone of the patcher without what `merge_model` added under `key`.
 
     Raises NotMerged when `key` is not in it.
     """
@@ -264,14 +265,14 @@ def unmerge_model(model: Any, key: str, name: str) -> Any:
         clone.patches[weight] = [entry for entry in clone.patches[weight] if id(entry) not in gone]
         if not clone.patches[weight]:
             del clone.patches[weight]
-    clone.patches_uuid = uuid.uuid4()  # by which ComfyUI knows that the weights have to be patched anew
+    clone.patches_uuid = uuid.uuid4()  # so that ComfyUI patches the weights again
     clone.set_attachments(ATTACHMENT, merged)
     return clone
 
 
 def digest(file: LoraFile) -> str:
     """Return 16 hex digits of a LoRA's tensors, whatever the file is called."""
-    found = _hash_of_layers(file)
+    found = _hash_layers(file)
     whole = {f"{name}.{suffix}": t for name, tensors in file.whole.items() for suffix, t in tensors.items()}
     others = {key: t for other in file.others.values() for key, t in other.tensors.items()}
     for key, tensor in sorted((whole | others).items()):
@@ -281,10 +282,10 @@ def digest(file: LoraFile) -> str:
 
 def digest_of_layers(file: LoraFile) -> str:
     """Return 16 hex digits of the tensors that training can start from."""
-    return _hash_of_layers(file).hexdigest()
+    return _hash_layers(file).hexdigest()
 
 
-def _hash_of_layers(file: LoraFile) -> hashlib.blake2b:
+def _hash_layers(file: LoraFile) -> hashlib.blake2b:
     found = hashlib.blake2b(digest_size=8)
     for name in sorted(file.layers):
         for suffix, tensor in sorted(file.layers[name].tensors.items()):

@@ -1,4 +1,4 @@
-"""Job files that a graph may name: those where datasets may lie, and nothing else."""
+"""Job files that a graph may name: only those in folders that may hold datasets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def job_files() -> list[str]:
-    """Return the job files to choose from: those in ComfyUI's input folder and in the registered ones."""
+    """Return the job files to choose from: those in ComfyUI's input folder and in registered folders."""
     return sorted({name for root in dataset_roots() for name in _files(root)})
 
 
 def load_job(name: str) -> Job:
     """Read the job file called `name`; its datasets are named as Load Dataset names them.
 
-    Raises UserError for a file that is not there or lies elsewhere, and for a dataset that does.
+    Raises UserError for a file that is missing or outside these folders, and for a dataset outside them.
     """
     job = read_job(job_file(name))
     names = {folder.name: _dataset_name(folder) for folder in job.folders.get(DATASETS, ())}
@@ -36,7 +36,7 @@ def load_job(name: str) -> Job:
 
 
 def job_file(name: str) -> Path:
-    """Return the path of a job file. Raises UserError unless it lies in a folder that may be read."""
+    """Return the path of a job file. Raises UserError unless it is in a folder that may be read."""
     parts = PurePosixPath(name.strip().replace("\\", "/")).parts
     if parts and ".." not in parts and "\0" not in name and name.endswith(SUFFIXES):
         for root in dataset_roots():
@@ -54,11 +54,11 @@ def _files(root: Path) -> Iterator[str]:
 
 
 def _dataset_name(folder: Path) -> str:
-    for number, root in enumerate(dataset_roots()):
+    for index, root in enumerate(dataset_roots()):
         if is_inside(folder, root):
             inside = folder.resolve().relative_to(root.resolve()).as_posix()
-            return inside if number == 0 else f"{root.name}/{inside}".removesuffix("/.")
+            return inside if index == 0 else f"{root.name}/{inside}".removesuffix("/.")
     raise UserError(
-        f"datasets: {folder} lies outside the folders that may be read. Register it with these lines in "
+        f"datasets: {folder} is outside the folders that may be read. Register it with these lines in "
         f"extra_model_paths.yaml (in ComfyUI's folder; then restart ComfyUI):\n{yaml_lines(folder)}"
     )

@@ -30,7 +30,7 @@ from ..paths import checkpoint_path, diffusers_path, lora_file_path, lora_path
 from ..progress import progress_bar
 
 NONE = "none"
-"""In place of a file that need not be chosen."""
+"""Choice in place of an optional file."""
 
 AS_IT_IS = "as in the file"
 
@@ -39,7 +39,7 @@ OTHER_PATCHES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight", ".resh
 
 
 def changed_at(*paths: Path) -> str:
-    """Return what changes when one of these files does, for ComfyUI's cache."""
+    """Return a text that changes when one of these files does, for ComfyUI's cache."""
     found = (path.stat() for path in paths if path.exists())
     return " ".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in found)
 
@@ -49,7 +49,7 @@ def merge_lora(
 ) -> tuple[Any, Any, str]:
     """Return clones of MODEL and CLIP (or None) with the LoRA in them, and a report.
 
-    Raises AlreadyMerged when it is in the MODEL, UserError for a file that is not sound or fits nothing.
+    Raises AlreadyMerged when the MODEL has it, UserError for a file that is damaged or matches nothing.
     """
     for strength in (strength_model, strength_clip):
         check_strength(strength)
@@ -65,7 +65,7 @@ def merge_lora(
     patches = comfy.lora.load_lora(dict(tensors), names, log_missing=False)
     if not patches:
         raise UserError(
-            f"{name}: no key fits this model ({next(iter(tensors))}, ...); was it made for another?"
+            f"{name}: no key matches this model ({next(iter(tensors))}, ...); was it made for another?"
         )
     merged = merge_model(model, patches, digest(file), name, strength=strength_model)
     if clip is not None:
@@ -80,7 +80,7 @@ def merge_lora(
 
 
 def unmerge_lora(model: Any, clip: Any, name: str) -> tuple[Any, Any, str]:
-    """Return clones of MODEL and CLIP (or None) as they were before `merge_lora`, and a report.
+    """Return clones of MODEL and CLIP (or None) without a merged LoRA, and a report.
 
     Raises NotMerged when the LoRA is not in them.
     """
@@ -126,8 +126,8 @@ def resize_lora(lora: str, rank: int, energy: float, dtype: str, name: str) -> t
 
 
 def convert_lora(lora: str, layout: str, dtype: str, base: str, name: str) -> tuple[Path, str]:
-    """Write output/loras/<name>.safetensors, or to output/diffusers what Load LoRA does not read; return its
-    path and a report."""
+    """Write output/loras/<name>.safetensors, or output/diffusers/<name>.safetensors where Load LoRA does not
+    read the layout; return its path and a report."""
     number = None if dtype == AS_IT_IS else DTYPES[dtype]
     checkpoint = None if base == NONE else model_path(base)
     path = lora_path(name) if comfy_reads(layout, base_shapes(checkpoint)) else diffusers_path(name)
@@ -140,7 +140,7 @@ def inspect_lora(name: str) -> str:
 
 
 def _more_names(file: LoraFile, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what the file's names mean in the network, in the form of ComfyUI's table."""
+    """Return what the file's names stand for in the network, in the form of ComfyUI's table."""
     keys = (key for key in weights if key.startswith(COMFY) and key.endswith(".weight"))
     shapes = {key.removeprefix(COMFY).removesuffix(".weight"): tuple(weights[key].shape) for key in keys}
     names: dict[str, Any] = {}
@@ -154,10 +154,10 @@ def _more_names(file: LoraFile, weights: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _require_fit(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise UserError for a layer that has not its weight's shape: ComfyUI logs it and patches nothing."""
+    """Raise UserError for a layer without its weight's shape: ComfyUI would log it and patch nothing."""
     for name in (name for name in file.methods if name in names):
         key, rows = names[name][:2] if isinstance(names[name], tuple) else (names[name], None)
-        if key not in weights or not weights[key].is_floating_point():  # packed ones have shapes of their own
+        if key not in weights or not weights[key].is_floating_point():  # quantized: a shape of its own
             continue
         shape = (rows[2] if rows else weights[key].shape[0], *weights[key].shape[1:])
         whole = file.whole.get(name, {})

@@ -20,7 +20,7 @@ from ...state import TrainState
 def with_lora(
     model: Any, clip: Any, state: TrainState, family: Family, strength: float = 1.0
 ) -> tuple[Any, Any]:
-    """Return clones of MODEL and CLIP with the state's LoRA, through the stock loader's own code."""
+    """Return clones of MODEL and CLIP with the state's LoRA, applied by the stock loader's own code."""
     lora = lora_model(state, family)
     return comfy.sd.load_lora_for_models(model, clip, lora, strength, strength)  # type: ignore[no-any-return]
 
@@ -31,7 +31,7 @@ def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
 
 
 def images(pictures: Sequence[Image.Image]) -> Tensor:
-    """Return pictures of one size as ComfyUI's IMAGE, (B, H, W, 3) float32 from 0 to 1."""
+    """Return pictures of equal size as ComfyUI's IMAGE, (B, H, W, 3) float32 from 0 to 1."""
     arrays = [np.asarray(picture.convert("RGB"), dtype=np.float32) / 255 for picture in pictures]
     return torch.from_numpy(np.stack(arrays))
 

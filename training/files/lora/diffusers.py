@@ -1,4 +1,4 @@
-"""The layouts in which a trained LoRA is saved: ComfyUI's, and that of diffusers and PEFT."""
+"""The layouts that a trained LoRA is saved in: ComfyUI's, and that of diffusers and PEFT."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def under_diffusers_names(layers: Layers, architecture: Architecture) -> dict[st
             continue
         parts = architecture.parts(path, shape_of(values))
         if not parts:
-            raise UserError(
-                f"{path}: diffusers has no layer for it; leave it out, or use the ComfyUI format."
-            )
+            raise UserError(f"{path}: diffusers has no such layer; exclude it, or use the ComfyUI format.")
         tensors |= peft_tensors(values, parts, architecture.diffusers)
     return tensors
 

@@ -38,7 +38,7 @@ COVER_SIDE = 512
 def run_metadata(
     config: TrainConfig, dataset: EncodedDataset, family: Family, sampling: Sampling, *, name: str
 ) -> dict[str, str]:
-    """Return what the file should say of the run: settings, noise and data."""
+    """Return what the file says about the run: settings, noise and data."""
     optimizer, goal, adapter = config.optimizer, config.objective, config.adapter
     steps = dataset.steps_per_epoch(config.batch_size)
     prediction = "v" if _is_v(sampling) else family.prediction
@@ -105,9 +105,9 @@ def lora_metadata(
 ) -> dict[str, str]:
     """Return the metadata of a LoRA file of `state`.
 
-    `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `graph` goes in as it is:
-    "workflow" or "prompt", as ComfyUI's Save Image names editor and API form, or "graft_job"; `finished` is
-    the time of the state in seconds since 1970 (0: unknown), after `seconds` of training.
+    `trigger` replaces the dataset's; `cover` is an image (H, W, 3) float32 in 0..1; `graph` is written as it
+    is: "workflow" or "prompt", ComfyUI's names for the editor and API form, or "graft_job"; `finished` is the
+    time of the state in seconds since 1970 (0: unknown), after `seconds` of training.
     """
     adapter, rank = state.adapter, state.adapter.rank
     words = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]
@@ -167,9 +167,9 @@ def cover_image(image: Tensor) -> str:
 
 
 def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata with the digests by which AUTOMATIC1111, Civitai and ComfyUI find a file again.
+    """Return the metadata with the digests by which AUTOMATIC1111, Civitai and ComfyUI recognize a file.
 
-    As sd-scripts' `precalculate_safetensors_hashes`: over the file with nothing but its `ss_*` metadata.
+    As in sd-scripts' `precalculate_safetensors_hashes`, the file is digested with its `ss_*` metadata only.
     """
     file = save(
         dict(tensors), {key: readable(value) for key, value in metadata.items() if key.startswith("ss_")}
@@ -186,7 +186,7 @@ def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> d
 
 
 WEIGHTS = "sshs_model_hash"
-"""Key of the digest of the weights."""
+"""Key of the weights' digest."""
 
 
 def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
 
 
 def _tag_frequency(notes: Mapping[str, str], words: list[str]) -> dict[str, dict[str, int]]:
-    """Return the trigger words alone: readers list every tag they find here as a word that calls the LoRA."""
+    """Return the trigger words alone: readers list every tag that they find here as a trigger word."""
     try:
         folders = parse_json(notes.get("ss_dataset_dirs", "{}"))
         counts = {title: folder["img_count"] for title, folder in folders.items()}

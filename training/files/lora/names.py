@@ -1,8 +1,8 @@
-"""What LoRA files call the layers of a model: the one table for reading, writing and checking names.
+"""What LoRA files call the layers of a model: one table for reading, writing and checking names.
 
 A file names a layer by a prefix and a path. The path is ComfyUI's own or another program's (`Spelling`),
-which may split a fused layer or order its outputs otherwise. Files are read under every prefix; ComfyUI reads
-fewer (`Architecture.own`, `Spelling.comfy`), and tests/comfy/test_names.py compares this with its table.
+which may split a fused layer or order its outputs differently. Files are read under every prefix; ComfyUI
+reads fewer (`Architecture.own`, `Spelling.comfy`), which tests/comfy/test_names.py compares with its table.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Part:
     stop: int | None = None
     """Row behind the last; None is the end."""
     swapped: bool = False
-    """Its halves are the other way round: scale before shift."""
+    """Whether its halves are swapped: scale before shift."""
 
 
 class Target(NamedTuple):
-    """Rows of a weight that a name in a file means."""
+    """The rows of a weight that a name in a file stands for."""
 
     key: str
-    """Of the weight: a module path, or a checkpoint's key."""
+    """The weight: a module path, or a checkpoint's key."""
     first: int
     rows: int
     swapped: bool = False
@@ -79,7 +79,7 @@ class Architecture:
     """The names of one kind of network."""
 
     signs: tuple[str, ...]
-    """Globs; a network with a path that one of them matches is of this kind."""
+    """Globs; a network is of this kind if one of them matches any of its paths."""
     spellings: tuple[Spelling, ...] = ()
     own: tuple[str, ...] = ()
     """Prefixes under which ComfyUI reads its own paths, besides "lora_unet_" and "diffusion_model."."""
@@ -88,7 +88,7 @@ class Architecture:
     diffusers_names: Names | None = None
     """The names behind it; None for ComfyUI's own paths."""
     split: Names | None = None
-    """Parts that replace ComfyUI's own paths behind "diffusion_model.", for diffusers to read them too."""
+    """Parts that replace ComfyUI's own paths behind "diffusion_model.", so that diffusers reads them too."""
 
     def parts(self, path: str, shape: Shape) -> list[Part]:
         """Return the layers that diffusers has for this one; none where it has none."""
@@ -136,7 +136,7 @@ def comfy_names(shapes: Shapes) -> dict[str, Target]:
 
 
 def in_diffusers_names(paths: Iterable[str]) -> bool:
-    """Return whether a network is stored under diffusers' names, which ComfyUI changes when it loads it."""
+    """Return whether a network is stored under diffusers' names, which ComfyUI renames when it loads it."""
     paths = list(paths)
     return not architecture_of(paths).signs and any(_STORED_BY_DIFFUSERS.fullmatch(path) for path in paths)
 
@@ -159,7 +159,7 @@ def _rows(shape: Shape) -> int:
 
 
 def architecture_of(paths: Iterable[str]) -> Architecture:
-    """Return the row of a network by its paths; one without other names where none fits."""
+    """Return a network's row by its paths; one with ComfyUI's names only where no row fits."""
     paths = list(paths)
     for architecture in ARCHITECTURES.values():
         if any(fnmatchcase(path, sign) for sign in architecture.signs for path in paths):
@@ -269,8 +269,8 @@ def layer_names(shapes: Shapes) -> dict[str, Target]:
 def own_path(name: str, *, flat: bool) -> str | None:
     """Return the path of a network's layer as far as its name tells, with the underscores that it has.
 
-    None where it may be another program's, so that only the base tells which layer is meant. Where the path
-    is to be `flat`, diffusers' names of U-Nets are its own: ComfyUI knows them behind "lora_unet_".
+    None where it may be another program's name, which only the base explains. For a `flat` path diffusers'
+    names of U-Nets count as ComfyUI's own: it knows them behind "lora_unet_".
     """
     prefixes = sorted((*FLAT_PREFIXES, *PREFIXES), key=len, reverse=True)
     prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
@@ -699,7 +699,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "unet1": _unet_row(1, "input_blocks.2.0.op"),
     "unet": _unet_row(2, "input_blocks.*", "middle_block.*", "output_blocks.*"),
 }
-"""Kinds of networks whose files have other names than ComfyUI's own, the first that fits."""
+"""Kinds of networks whose files have other names than ComfyUI's own; the first that fits counts."""
 
 
 def _flat(pattern: str, template: str) -> str:

@@ -22,12 +22,12 @@ def is_plain(values: Mapping[str, Tensor]) -> bool:
 
 
 def shape_of(values: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of the weight that a plain LoRA's layer changes."""
+    """Return the shape of the weight that a plain LoRA layer changes."""
     return (len(values[UP]), *values[DOWN].shape[1:])
 
 
 def peft_tensors(values: Mapping[str, Tensor], parts: Iterable[Part], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a plain LoRA's layer under the names of its parts, in its dtype."""
+    """Return the tensors of a plain LoRA layer under the names of its parts, in its dtype."""
     down, up = values[DOWN], values[UP].flatten(1).float()
     up = up * (float(values[ALPHA]) / len(down) if ALPHA in values else 1.0)
     tensors: dict[str, Tensor] = {}
