@@ -71,13 +71,24 @@ def test_text_encoder_files_are_loaded_by_a_models_row(made_up_model):
     assert clip_type(comfy.supported_models.SD15).name == "COSMOS"
 
 
-@dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
-def test_a_model_is_planned_for(made_up_model, tmp_path, capsys):
-    path = tmp_path / "made_up.safetensors"
-    weights = state_dict(FILES["sd15"][0]())
+@pytest.fixture
+def planned(tmp_path):
+    """A file of a whole model."""
+    path, weights = tmp_path / "base.safetensors", state_dict(FILES["sd15"][0]())
     save_file({f"model.diffusion_model.{name}": t.contiguous() for name, t in weights.items()}, path)
-    assert main(["plan", str(path), "--resolution", "64", "--rank", "4"]) == 0
+    return path
+
+
+@dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
+def test_a_model_is_planned_for(made_up_model, planned, capsys):
+    assert main(["plan", str(planned), "--resolution", "64", "--rank", "4"]) == 0
     assert capsys.readouterr().out.startswith("Made Up, 64 pixels, batch 1, lora of rank 4")
+
+
+@dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
+def test_an_adapter_is_planned_for(made_up_adapter, planned, capsys):
+    assert main(["plan", str(planned), "--resolution", "64", "--algorithm", "gained", "--rank", "4"]) == 0
+    assert capsys.readouterr().out.startswith("SD1.5, 64 pixels, batch 1, gained of rank 4")
 
 
 class MadeUpBlock(nn.Module):

@@ -250,6 +250,20 @@ def test_a_plain_lora_becomes_dora_of_the_same_function_beside_its_base(tmp_path
             assert torch.allclose(adapter.delta(weight), adapter.product(), atol=1e-5)
 
 
+def test_a_dora_file_keeps_its_magnitudes_where_its_tucker_core_is_folded(tmp_path):
+    denoiser, state = trained("dora", tucker=True)
+    path = saved(tmp_path, state)
+    config = dataclasses.replace(state.adapter, tucker=False)
+    with denoiser.hold(torch.float32) as base:
+        weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, config, layers=base.layers)
+    magnitudes = [name for name in state.weights if name.endswith(".magnitude")]
+    assert "conv_in.mid" in state.weights and "conv_in.mid" not in weights
+    assert all(torch.equal(weights[name], state.weights[name]) for name in magnitudes)
+    assert_same_products(
+        products(denoiser, config, weights), products(denoiser, state.adapter, state.weights)
+    )
+
+
 def test_a_flat_file_of_a_convolution_is_read(tmp_path):
     denoiser, state = trained("lora")
     tensors = {name: t.flatten(1) if t.ndim > 2 else t for name, t in lora_tensors(state, FAMILY).items()}
