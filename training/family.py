@@ -130,6 +130,7 @@ class Family:
 
     @property
     def checkpointed(self) -> tuple[str, ...]:
+        """Globs of what checkpointing recomputes as a whole."""
         return self.units or self.blocks
 
     def idle_layers(self, paths: Iterable[str]) -> set[str]:
@@ -146,17 +147,17 @@ class Family:
         return {path for path in paths if any(fnmatchcase(path, glob) for glob in globs)}
 
     def tokens(self, shape: tuple[int, ...]) -> float:
-        """Return how many tokens latents of `shape` (..., H, W) have: what resolution shifts go by."""
+        """Return how many tokens latents of `shape` (..., H, W) have, which resolution shifts depend on."""
         return shape[-1] * shape[-2] / self.patch**2
 
 
 def family_of(
     config_class: str, unet_config: Mapping[str, Any] = MappingProxyType({}), *, file: str = ""
 ) -> Family:
-    """Return the family of a ComfyUI model config: its class name, what was detected, the model file's name.
+    """Return the family for a class of ComfyUI's model configs, what it detected, and the model file's name.
 
-    The generic row under the class's name where there is none. A file named like a distilled model gets a
-    note that says what to do about it, and is drawn without guidance.
+    That is GENERIC under the class's name where there is no row. A file named like a distilled model gets a
+    note that says what to do about it, and is sampled without guidance.
     """
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
     family = FAMILIES.get(row) or replace(GENERIC, name=config_class)
@@ -209,7 +210,7 @@ def block_of(path: str, blocks: Iterable[str]) -> str | None:
 
 
 def family_named(name: str) -> Family:
-    """Return the family whose `name` this is, the generic one under it where there is none."""
+    """Return the family called `name`, or GENERIC under that name where there is none."""
     other = replace(GENERIC, name=name or GENERIC.name)
     return next((family for family in FAMILIES.values() if family.name == name), other)
 
@@ -218,7 +219,7 @@ DISTILLED = (
     *("schnell", "turbo", "lightning", "hyper(?! ?real)", "lcm", "dmd", "flash"),
     "klein(?!.*base)",
 )
-"""What the file names of models distilled to a few steps say; the weights themselves do not tell."""
+"""Words in file names of models distilled to a few steps, whose weights do not tell."""
 
 
 def _distilled(name: str) -> str:

@@ -147,13 +147,13 @@ class Adapter(nn.Module):
         return config
 
     def adapt_factors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a file's parameters of this method as this adapter has them, up to rank and shape."""
+        """Return a file's parameters of this method as those that this adapter has, whatever their rank."""
         return dict(weights)
 
     def complete(self, given: Collection[str], base: FrozenLayer | None) -> None:
-        """Set the parameters that a file of a parent class does not have, so that nothing changes by them.
+        """Set parameters that the file of a parent class lacks, so that they change nothing.
 
-        `given` are the names of those that it has, which are set.
+        `given` are the names of the parameters that it has, already set.
         """
 
 

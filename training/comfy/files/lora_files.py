@@ -60,7 +60,7 @@ def merge_lora(
     if clip is not None:
         names = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, names)
         weights |= clip.cond_stage_model.state_dict()
-    _require_fit(file, names, weights)
+    _require_shapes(file, names, weights)
     tensors = comfy.lora_convert.convert_lora(dict(TensorFile(path)))
     patches = comfy.lora.load_lora(dict(tensors), names, log_missing=False)
     if not patches:
@@ -153,7 +153,7 @@ def _more_names(file: LoraFile, weights: Mapping[str, torch.Tensor]) -> dict[str
     return names
 
 
-def _require_fit(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+def _require_shapes(file: LoraFile, names: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
     """Raise UserError for a layer without its weight's shape: ComfyUI would log it and patch nothing."""
     for name in (name for name in file.methods if name in names):
         key, rows = names[name][:2] if isinstance(names[name], tuple) else (names[name], None)
