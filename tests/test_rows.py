@@ -110,7 +110,10 @@ def made_up_adapter(monkeypatch):
 
 
 def trained():
-    denoiser, config = TinyDenoiser(), train_config(AdapterConfig("gained", 3, targets="everything"))
+    denoiser, config = (
+        TinyDenoiser(),
+        train_config(AdapterConfig(algorithm="gained", rank=3, targets="everything")),
+    )
     return denoiser, train(denoiser, TinyDataset(), config, fresh_state(denoiser, config), steps=2)
 
 
@@ -145,7 +148,7 @@ def test_training_starts_from_an_adapters_file(made_up_adapter, tmp_path):
     layer = {name: grown[f"blocks.0.mlp.{name}"] for name in Gained.suffixes}
     assert torch.allclose(2 / 5 * Gained.compose(layer), matched.layers["blocks.0.mlp"].product(), atol=1e-6)
     with pytest.raises(ValueError, match="the file holds gained weights; set the algorithm to it, not lora"):
-        build_initial_weights(matched, denoiser.specs, FAMILY, AdapterConfig("lora", targets="everything"))
+        build_initial_weights(matched, denoiser.specs, FAMILY, AdapterConfig(targets="everything"))
 
 
 @pytest.fixture
@@ -203,4 +206,4 @@ def test_job_files_and_presets_name_an_adapter(made_up_adapter, tmp_path):
 
 def test_an_unknown_algorithm_is_refused_with_all_that_there_are(made_up_adapter):
     with pytest.raises(ValueError, match="choose one of lora, dora, loha, lokr, gained"):
-        build_adapters(TinyDenoiser().specs, AdapterConfig("unknown"))
+        build_adapters(TinyDenoiser().specs, AdapterConfig(algorithm="unknown"))
