@@ -12,12 +12,12 @@ from PIL import Image, ImageFile
 from graft.tests.support.datasets import HEIC, add, picture
 from graft.training.data.augment import Jitter, recolor
 from graft.training.data.bucket import crop_box
-from graft.training.data.image import crop_mask, read_mask, read_picture
+from graft.training.data.image import crop_mask, read_image, read_mask
 from graft.training.data.image_file import BadImage, read_header
 
 
 def pixels(path, size=(16, 16), **options):
-    image = read_picture(path, **options)
+    image = read_image(path, **options)
     return image.crop((0, 0, *image.size), size)
 
 
@@ -30,8 +30,8 @@ def test_an_image_comes_out_upright_whatever_its_exif_orientation(tmp_path, orie
     exif[0x0112] = orientation
     path = add(tmp_path, "photo.png", image=stored, exif=exif)
     header = read_header(path)
-    assert (header.width, header.height) == (48, 32) == read_picture(path).size
-    assert np.array_equal(np.asarray(read_picture(path).planes[0]), np.asarray(upright))
+    assert (header.width, header.height) == (48, 32) == read_image(path).size
+    assert np.array_equal(np.asarray(read_image(path).planes[0]), np.asarray(upright))
 
 
 @pytest.mark.parametrize("extension", ["jpg", "jpeg", "png", "webp", "avif", "bmp", "tiff", "tif", "gif"])
@@ -58,7 +58,7 @@ def test_every_color_mode_becomes_the_same_picture(tmp_path, mode):
 def test_values_that_no_image_can_mean_are_refused(tmp_path):
     Image.fromarray(np.full((16, 16), 5.0, np.float32)).save(tmp_path / "a.tiff")
     with pytest.raises(BadImage, match="neither 16 bits nor between 0 and 1"):
-        read_picture(tmp_path / "a.tiff")
+        read_image(tmp_path / "a.tiff")
 
 
 def linear_profile():
@@ -120,7 +120,7 @@ def test_a_picture_20000_pixels_wide_is_cropped_without_being_enlarged_whole(tmp
     path = add(tmp_path, "wide.png", image=Image.new("RGB", (20_000, 20), (10, 20, 30)))
     header = read_header(path)
     box = crop_box(header.width, header.height, (128, 32))
-    assert read_picture(path).crop(box, (128, 32)).shape == (32, 128, 3)
+    assert read_image(path).crop(box, (128, 32)).shape == (32, 128, 3)
 
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp", "bmp", "tiff", "gif", "avif"])

@@ -16,7 +16,7 @@ from ..rng import generator
 from ..user_error import UserError
 from .bucket import Crop, Size, buckets_for, crop_box, crops_for
 from .config import AugmentConfig, DatasetConfig
-from .image import Picture, Pixels
+from .image import Pixels, UprightImage
 
 # Rec. 601 luma, and the YIQ color plane in which a hue is an angle (FCC 1953; also W3C SVG 1.1, hueRotate).
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
@@ -83,9 +83,9 @@ def _encoded_crop(width: int, height: int, bucket: Size, step: int) -> Crop:
     return Crop(bucket, crop_box(width, height, bucket))
 
 
-def render(picture: Picture, view: View) -> Pixels:
+def render(image: UprightImage, view: View) -> Pixels:
     """Return a view as (H, W, 3) float32 in 0..1."""
-    pixels = picture.crop(view.crop.box, view.crop.bucket)
+    pixels = image.crop(view.crop.box, view.crop.bucket)
     if view.jitter is not None:
         pixels = recolor(pixels, view.jitter)
     return np.ascontiguousarray(pixels[:, ::-1] if view.flip else pixels)

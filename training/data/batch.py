@@ -127,8 +127,8 @@ class EncodedDataset:
         sides = np.array(at.buckets)[at.bucket[self.entries]]
         entry = int(self.entries[sides.prod(1).argmax()])
         view = int(at.view_start[entry])
-        samples = _some(np.unique(at.sample[self.entries]).tolist())
-        texts = _some([(s, text) for s in samples for text in range(*at.text_start[s : s + 2].tolist())])
+        samples = _spread(np.unique(at.sample[self.entries]).tolist())
+        texts = _spread([(s, text) for s in samples for text in range(*at.text_start[s : s + 2].tolist())])
         texts.sort(key=lambda each: -self.store.size("text", bytes(at.text_keys[each[1]])))
         longest = bytes(at.text_keys[texts[0][1]])
         latents = self._latents(view)
@@ -145,7 +145,7 @@ class EncodedDataset:
         entries = self.entries[self.order.choose(size, seed=seed, index=index)]
         samples = at.sample[entries]
         view_draws, text_draws, drop_draws = self._draws(len(entries), seed, index)
-        texts = _drawn(at.text_start, samples, text_draws)
+        texts = _pick(at.text_start, samples, text_draws)
         rules = [at.rules[i] for i in at.source[samples]]
         keys = [
             rule.empty if drop < rule.dropout else bytes(at.text_keys[text])
@@ -155,7 +155,7 @@ class EncodedDataset:
             "" if key == rule.empty else self._caption(sample, text)
             for rule, key, sample, text in zip(rules, keys, samples.tolist(), texts.tolist())
         ]
-        return Choice(entries, _drawn(at.view_start, entries, view_draws), keys, rules, captions)
+        return Choice(entries, _pick(at.view_start, entries, view_draws), keys, rules, captions)
 
     def _draws(self, count: int, seed: int, index: int) -> NDArray[np.float64]:
         """Return (3, count) numbers in [0, 1) that pick view, text and dropout of each sample of a batch."""
@@ -169,14 +169,14 @@ class EncodedDataset:
 
         Regularisation images stay in training. Raises UserError if one of the two would be empty.
         """
-        held = self._held_out(config)
-        if held.all() or not held.any():
-            side = "training" if held.all() else "validation"
+        held_out = self._held_out(config)
+        if held_out.all() or not held_out.any():
+            side = "training" if held_out.all() else "validation"
             raise UserError(
                 f"the validation split (fraction {config.fraction}, names {list(config.names)}) leaves no "
                 f"image for {side}, out of {len(self.names)}; change the fraction or the names."
             )
-        return self._part(~held, self.steady), self._part(held, True)
+        return self._part(~held_out, self.steady), self._part(held_out, True)
 
     def validation(self) -> EncodedDataset:
         """Return the same images as a validation set: each once, always alike, in the same order."""
@@ -207,14 +207,15 @@ class EncodedDataset:
     def _held_out(self, config: SplitConfig) -> NDArray[np.bool_]:
         """Return (entries,) whether each is for validation."""
         samples = self.index.sample[self.entries]
-        regular = np.array([source.config.regularisation for source in self.images.sources])
-        kept, names = regular[self.index.source[samples]], self.images.samples.names
+        is_regular = np.array([source.config.regularisation for source in self.images.sources])
+        regular, names = is_regular[self.index.source[samples]], self.images.samples.names
         named = np.array([any(fnmatchcase(names[i], glob) for glob in config.names) for i in samples], bool)
         # The smallest digests: equal images stay together, and adding one moves at most one other.
-        digests = np.unique(self.index.content[samples[~kept]])
+        digests = np.unique(self.index.content[samples[~regular]])
         count = max(1, round(config.fraction * len(digests))) if config.fraction else 0
-        held: NDArray[np.bool_] = (named | np.isin(self.index.content[samples], digests[:count])) & ~kept
-        return held
+        named |= np.isin(self.index.content[samples], digests[:count])
+        held_out: NDArray[np.bool_] = named & ~regular
+        return held_out
 
     def _latents(self, view: int) -> Tensor:
         return self.store.read("latents", self.index.latent_key(view))["latents"].float()
@@ -258,14 +259,12 @@ class EncodedDataset:
         }
 
 
-def _some(items: list[T]) -> list[T]:
+def _spread(items: list[T]) -> list[T]:
     """Return at most `MOST_LOOKED_AT` of the items, evenly spread."""
     return items[:: -(-len(items) // MOST_LOOKED_AT)]
 
 
-def _drawn(
-    start: NDArray[np.int64], rows: NDArray[np.int32], draws: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def _pick(start: NDArray[np.int64], rows: NDArray[np.int32], draws: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return for each row one of its items, by draws in [0, 1)."""
     places: NDArray[np.int64] = start[rows] + (draws * (start[rows + 1] - start[rows])).astype(np.int64)
     return places

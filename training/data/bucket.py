@@ -106,8 +106,8 @@ def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> 
     step = math.lcm(step, config.step or step)
     resolutions = sorted(config.resolutions)
     if not config.each:
-        fitting = [r for r in resolutions if r * r <= width * height]
-        resolutions = [fitting[-1] if fitting else resolutions[0]]
+        large_enough = [r for r in resolutions if r * r <= width * height]
+        resolutions = [large_enough[-1] if large_enough else resolutions[0]]
     sizes = [bucket_for(width, height, resolution, config, step=step) for resolution in resolutions]
     return list(dict.fromkeys(sizes))  # without enlarging, several resolutions can end at the same size
 

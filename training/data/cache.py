@@ -32,7 +32,7 @@ from .image_file import BadImage
 from .index import KEY_BYTES, NO_MASK, Index, IndexBuilder, SourceRules
 from .latent_file import architecture_of
 from .open_sample import content_of, mask_file, open_latents, open_sample
-from .read_ahead import ahead
+from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
 
@@ -190,7 +190,7 @@ def _encode_images(
     work: _Work, index: Index, numbers: Sequence[int], report: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
     """Encode the missing views of the samples; yield each one's number and, if so, why it cannot be used."""
-    for number, loaded in zip(numbers, ahead(partial(_load, work, index), numbers, report), strict=True):
+    for number, loaded in zip(numbers, load_ahead(partial(_load, work, index), numbers, report), strict=True):
         if isinstance(loaded, str):
             yield number, loaded
             continue
@@ -200,14 +200,14 @@ def _encode_images(
                 work.write("masks", item.mask_key, {"mask": item.mask})
             latents = item.latents
             if item.pixels is not None and work.lacks("latents", item.latent_key):
-                latents = _encode_picture(work, item.pixels, sample.name)
+                latents = _encode_pixels(work, item.pixels, sample.name)
             if latents is not None:
                 stored = latents.to(_DTYPES[work.images.source(sample).config.dtype])
                 work.write("latents", item.latent_key, {"latents": stored})
         yield number, ""
 
 
-def _encode_picture(work: _Work, pixels: Tensor, name: str) -> Tensor:
+def _encode_pixels(work: _Work, pixels: Tensor, name: str) -> Tensor:
     latents = work.encoder.encode_image(pixels[None])[0].float()
     height, width = pixels.shape[0] // work.reduction, pixels.shape[1] // work.reduction
     assert latents.shape[-2:] == (height, width), (
@@ -258,12 +258,12 @@ def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
 
 
 def _with_pixels(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
-    picture, mask = open_sample(source, sample)
+    image, mask = open_sample(source, sample)
     loaded = []
     for item in wanted:
         lacks = work.lacks("latents", item.latent_key)
-        pixels = torch.from_numpy(render(picture, item.view)) if lacks else None
-        weights = _weights(work, source, mask, picture.size, item.view, item.mask_key)
+        pixels = torch.from_numpy(render(image, item.view)) if lacks else None
+        weights = _weights(work, source, mask, image.size, item.view, item.mask_key)
         loaded.append(replace(item, pixels=pixels, mask=weights))
     return loaded
 
@@ -305,10 +305,10 @@ def _mask_at(mask: Image, image_size: Size, view: View, reduction: int) -> Tenso
 
 
 def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
-    found = [(images.samples[number], reason) for number, reason in bad.items()]
-    fatal = [Skipped(s.name, reason) for s, reason in found if not images.source(s).config.skip_bad]
+    unusable = [(images.samples[number], reason) for number, reason in bad.items()]
+    fatal = [Skipped(s.name, reason) for s, reason in unusable if not images.source(s).config.skip_bad]
     if fatal or len(bad) == len(images.samples):
-        listed = fatal or [Skipped(sample.name, reason) for sample, reason in found]
+        listed = fatal or [Skipped(sample.name, reason) for sample, reason in unusable]
         titles = ", ".join(source.title for source in images.sources)
         raise bad_files_error(listed, titles, len(images.samples) - len(bad))
 

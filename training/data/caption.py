@@ -39,7 +39,7 @@ def variations(
     texts: dict[str, None] = {}
     for caption, i in product(captions, range(count)):
         check()
-        texts[finish(_drawn(caption, rules, i), config)] = None
+        texts[finish(_vary_tags(caption, rules, i), config)] = None
     return list(texts)
 
 
@@ -85,18 +85,18 @@ def require_usable(captions: tuple[str, ...], config: DatasetConfig) -> None:
             raise BadImage(f"its caption, as trained, has {letters} letters; shorten it to {LONGEST}")
 
 
-def _drawn(caption: str, rules: CaptionConfig, variation: int) -> str:
+def _vary_tags(caption: str, rules: CaptionConfig, variation: int) -> str:
     """Return the caption without its filtered tags, the others in the order and choice of this variation."""
     if not (rules.remove or rules.shuffle or rules.tag_dropout):
         return caption
     tags = [tag.strip() for tag in caption.split(rules.separator)]
     tags = [tag for tag in tags if tag and not _matches(tag, rules.remove)]
-    kept, rest = tags[: rules.keep_tokens], tags[rules.keep_tokens :]
+    fixed, rest = tags[: rules.keep_tokens], tags[rules.keep_tokens :]
     draws = generator(0, "caption", caption, variation)
     order = torch.randperm(len(rest), generator=draws).tolist() if rules.shuffle else range(len(rest))
     stays = (torch.rand(len(rest), generator=draws) >= rules.tag_dropout).tolist()
     space = "" if rules.separator[-1].isspace() else " "
-    return (rules.separator + space).join(kept + [rest[i] for i in order if stays[i]])
+    return (rules.separator + space).join(fixed + [rest[i] for i in order if stays[i]])
 
 
 def _matches(tag: str, patterns: tuple[str, ...]) -> bool:

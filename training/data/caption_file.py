@@ -78,7 +78,7 @@ def read_metadata(path: Path, check: Callable[[], None]) -> dict[str, tuple[str,
     such an object.
     """
     table = {}
-    with _opened(path) as file:
+    with _open_text(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LARGEST + 1), ""), 1):
             check()
             where = f"{path.name}, line {number}"
@@ -131,7 +131,7 @@ def _captions_of(entry: Any, where: str) -> tuple[str, ...]:
 
 
 def _read_text(path: Path) -> str:
-    with _opened(path) as file:
+    with _open_text(path) as file:
         return _at_most(file.read(LARGEST + 1), f"its caption {path.name}")
 
 
@@ -143,7 +143,7 @@ def _at_most(text: str, what: str) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _open_text(path: Path) -> Iterator[TextIO]:
     """Open a text file, UTF-8 unless it starts with the mark of UTF-16 (Notepad's "Unicode").
 
     What goes wrong while it is read becomes a BadImage.

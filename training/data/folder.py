@@ -32,7 +32,7 @@ from .caption_file import (
 from .config import DatasetConfig
 from .image_file import EXTENSIONS, HEIC, BadImage, read_header
 from .latent_file import is_latent_file, read_latent_header, stem_of
-from .read_ahead import ahead
+from .read_ahead import load_ahead
 from .roots import is_inside
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 
@@ -127,7 +127,7 @@ def scan(
     bad += [item for folder in folders for item in folder.bad]
     table = SampleTable()
     read = partial(_sample_or_reason, root, captions, config)
-    for sample in ahead(read, images, lambda done: on_progress(done, len(images), "Reading the folder")):
+    for sample in load_ahead(read, images, lambda done: on_progress(done, len(images), "Reading the folder")):
         if isinstance(sample, Skipped):
             bad.append(sample)
         else:

@@ -16,7 +16,7 @@ from PIL import Image, ImageCms, ImageColor
 
 from ..log import log
 from .bucket import Box, Size
-from .image_file import BadImage, decode, has_alpha, opened, require_size, upright
+from .image_file import BadImage, decode, has_alpha, open_image, require_size, upright
 
 _DEEP_GRAY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _UPRIGHT = {
@@ -34,7 +34,7 @@ Pixels = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Picture:
+class UprightImage:
     """An upright image: one plane of mode RGB, or one (gray) or three of mode F in 0..1."""
 
     planes: tuple[Image.Image, ...]
@@ -54,12 +54,12 @@ class Picture:
         return _float32(np.clip(pixels, 0, 1))
 
 
-def read_picture(path: Path, *, background: str = "#ffffff") -> Picture:
+def read_image(path: Path, *, background: str = "#ffffff") -> UprightImage:
     """Return an image file upright, in sRGB, an animation's first frame, transparency laid on `background`.
 
     Raises BadImage if it cannot be used, OSError if it cannot be read.
     """
-    with opened(path) as image:
+    with open_image(path) as image:
         require_size(*image.size)
         turn = _UPRIGHT.get(upright(image))
         decode(image)
@@ -70,17 +70,17 @@ def read_picture(path: Path, *, background: str = "#ffffff") -> Picture:
         if turn is not None:
             planes = tuple(plane.transpose(turn) for plane in planes)
             alpha = alpha.transpose(turn) if alpha is not None else None
-        return Picture(planes, alpha)
+        return UprightImage(planes, alpha)
 
 
 def read_mask(path: Path) -> Image.Image:
-    """Return a mask file upright as mode L, white where the picture counts. Raises as `read_picture` does."""
-    picture = read_picture(path, background="#000000")
-    plane = picture.planes[0]
+    """Return a mask file upright as mode L, white where the picture counts. Raises as `read_image` does."""
+    image = read_image(path, background="#000000")
+    plane = image.planes[0]
     return mask_from_array(np.asarray(plane)) if plane.mode == "F" else plane.convert("L")
 
 
-def picture_from_array(pixels: Pixels, *, background: str = "#ffffff") -> Picture:
+def image_from_array(pixels: Pixels, *, background: str = "#ffffff") -> UprightImage:
     """Return an in-memory image (H, W, 3 or 4) float32 in 0..1 as a Picture, not rounded to 8 bits."""
     alpha = None
     if pixels.shape[2] == 4:
@@ -88,7 +88,7 @@ def picture_from_array(pixels: Pixels, *, background: str = "#ffffff") -> Pictur
         paper: Pixels = np.array(ImageColor.getrgb(background), np.float32) / np.float32(255)
         alpha = mask_from_array(opacity[:, :, 0])
         pixels = pixels[:, :, :3] * opacity + paper * (1 - opacity)
-    return Picture(tuple(_plane_from(pixels[:, :, channel]) for channel in range(3)), alpha)
+    return UprightImage(tuple(_plane_from(pixels[:, :, channel]) for channel in range(3)), alpha)
 
 
 def mask_from_array(mask: Pixels) -> Image.Image:

@@ -28,9 +28,9 @@ def from_images(
     Raises UserError if the numbers do not match, an image is empty or too small, or a caption is missing.
     """
     config = config or DatasetConfig()
-    pixels = _rows([images] if isinstance(images, Tensor) else images, 4)
+    pixels = _split_batches([images] if isinstance(images, Tensor) else images, 4)
     masks = masks if config.mask.source in ("file", "auto") else None
-    weights = _rows([masks] if isinstance(masks, Tensor) else masks or [], 3)
+    weights = _split_batches([masks] if isinstance(masks, Tensor) else masks or [], 3)
     texts = list(captions) * len(pixels) if len(captions) == 1 else list(captions)
     if not pixels:
         raise UserError("no images given; connect at least one.")
@@ -46,7 +46,7 @@ def from_images(
     return ImageSet(table, (Source(config, None, tuple(pixels), tuple(weights)),))
 
 
-def _rows(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
+def _split_batches(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
     """Return every image of the batches by itself; a tensor of one dimension less is one image."""
     rows: list[Tensor] = []
     for batch in batches:

@@ -58,7 +58,7 @@ def read_header(path: Path) -> Header:
 
     Raises BadImage if it cannot be used, OSError if it cannot be read.
     """
-    with opened(path) as image:
+    with open_image(path) as image:
         width, height = image.size
         require_size(width, height)
         if upright(image) in (5, 6, 7, 8):
@@ -69,7 +69,7 @@ def read_header(path: Path) -> Header:
         return header
 
 
-def opened(path: Path) -> Image.Image:
+def open_image(path: Path) -> Image.Image:
     """Return an image, not decoded yet, to be closed. Raises BadImage if it is none, or cannot be read."""
     try:
         require_ordinary(path)

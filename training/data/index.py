@@ -89,9 +89,9 @@ class Index:
             self.source[samples],
             self.sizes[samples],
         ]
-        parts += _ragged(self.view_start, [self.latent_keys, self.offsets], entries)
-        parts += _ragged(self.view_start, [self.mask_keys] if len(self.mask_keys) else [], entries)
-        parts += _ragged(self.text_start, [self.text_keys], samples)
+        parts += _gather(self.view_start, [self.latent_keys, self.offsets], entries)
+        parts += _gather(self.view_start, [self.mask_keys] if len(self.mask_keys) else [], entries)
+        parts += _gather(self.text_start, [self.text_keys], samples)
         for part in parts:
             state.update(np.ascontiguousarray(part).tobytes())
         return state.hexdigest()
@@ -165,7 +165,7 @@ def _keys(block: bytearray) -> Keys:
     return np.frombuffer(block, np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _ragged(start: Ints, flats: Sequence[NDArray[Any]], rows: NDArray[np.int32]) -> list[NDArray[Any]]:
+def _gather(start: Ints, flats: Sequence[NDArray[Any]], rows: NDArray[np.int32]) -> list[NDArray[Any]]:
     """Return the lengths of the chosen rows and, of each flat array, their items."""
     lengths = start[rows + 1] - start[rows]
     before = np.cumsum(lengths) - lengths

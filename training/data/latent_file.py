@@ -64,7 +64,7 @@ def read_latent_header(path: Path) -> Header:
     """
     if (architecture := architecture_of(path.name)) not in latent_scales():
         raise BadImage(f"how latents of {architecture!r} are scaled is not known; {_REMEDY}")
-    with _opened(path) as archive:
+    with _open_archive(path) as archive:
         sizes = _sizes(archive)
         if not sizes:
             raise BadImage(f"holds no 'latents', but {', '.join(_keys(archive)) or 'nothing'}; {_REMEDY}")
@@ -82,11 +82,11 @@ def read_latents(path: Path, size: Size, shape: tuple[int, ...]) -> Tensor:
     Raises BadImage if the file does not hold them, or they are of another shape or not finite.
     """
     scale, shift = latent_scales()[architecture_of(path.name)]
-    with _opened(path) as archive:
+    with _open_archive(path) as archive:
         key = f"latents{_sizes(archive)[size]}"
-        found, _ = _kind(archive, key)
-        if found != shape:
-            raise BadImage(f"its latents are {found}, and this VAE makes {shape} of that size; {_REMEDY}")
+        stored, _ = _kind(archive, key)
+        if stored != shape:
+            raise BadImage(f"its latents are {stored}, and this VAE makes {shape} of that size; {_REMEDY}")
         return torch.from_numpy(_read(archive, key)) / scale + shift
 
 
@@ -95,7 +95,7 @@ def read_opacity(path: Path, size: Size) -> Image:
 
     Raises BadImage if it cannot be used.
     """
-    with _opened(path) as archive:
+    with _open_archive(path) as archive:
         key = f"alpha_mask{_sizes(archive)[size]}"
         shape, dtype = _kind(archive, key)
         if len(shape) != 2 or dtype.kind != "f":
@@ -109,7 +109,7 @@ def _match(file: str) -> re.Match[str] | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[ZipFile]:
+def _open_archive(path: Path) -> Iterator[ZipFile]:
     """Give the file to read from, and turn whatever goes wrong meanwhile into a BadImage."""
     try:
         require_ordinary(path)

@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from .bucket import Size
-from .image import Picture, mask_from_array, picture_from_array, read_mask, read_picture
+from .image import UprightImage, image_from_array, mask_from_array, read_image, read_mask
 from .image_file import BadImage
 from .latent_file import read_latents, read_opacity
 from .samples import IN_MEMORY, Sample, Source
@@ -23,7 +23,7 @@ from .samples import IN_MEMORY, Sample, Source
 _ALPHA = ("alpha", "auto")
 
 
-def open_sample(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
+def open_sample(source: Source, sample: Sample) -> tuple[UprightImage, Image | None]:
     """Return an image's pixels and its mask (mode L), if it has one.
 
     Raises BadImage if either cannot be used, or the file is not the one that was scanned.
@@ -31,15 +31,15 @@ def open_sample(source: Source, sample: Sample) -> tuple[Picture, Image | None]:
     background, mask = source.config.background, None
     if source.root is None:
         number = _number(sample)
-        picture = picture_from_array(source.pixels[number].numpy(), background=background)
+        image = image_from_array(source.pixels[number].numpy(), background=background)
         mask = mask_from_array(source.masks[number].numpy()) if source.masks else None
     else:
-        picture = read_picture(source.path(sample.name), background=background)
+        image = read_image(source.path(sample.name), background=background)
         mask = mask_file(source, sample)
         _require_unchanged(source, sample)
     if mask is None and source.config.mask.source in _ALPHA:
-        mask = picture.alpha
-    return picture, mask
+        mask = image.alpha
+    return image, mask
 
 
 def open_latents(

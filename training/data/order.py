@@ -34,7 +34,7 @@ class Order:
         """(buckets,) how many samples an epoch shows of each."""
         # One epoch's order is kept: 4 bytes a visit. At a million samples a new one takes a few hundredths of
         # a second.
-        self._kept: tuple[tuple[int, int, int], NDArray[np.int32], Ints] | None = None
+        self._cached: tuple[tuple[int, int, int], NDArray[np.int32], Ints] | None = None
 
     def steps(self, size: int) -> int:
         """Return the number of batches in an epoch."""
@@ -59,7 +59,7 @@ class Order:
     def _epoch(self, size: int, seed: int, epoch: int) -> tuple[NDArray[np.int32], Ints]:
         """Return the entries in the order in which each bucket shows them, and the order of the batches."""
         key = (size, 0, 0) if self._steady else (size, seed, epoch)
-        if self._kept is None or self._kept[0] != key:
+        if self._cached is None or self._cached[0] != key:
             entries = np.repeat(self._by_bucket, self._repeats[self._by_bucket])
             steps = self.steps(size)
             if self._steady:
@@ -71,5 +71,5 @@ class Order:
                     entries[start : start + count] = entries[start : start + count][shuffle]
                     start += count
                 batches = torch.randperm(steps, generator=generator(seed, "batches", epoch)).numpy()
-            self._kept = (key, entries, batches)
-        return self._kept[1], self._kept[2]
+            self._cached = (key, entries, batches)
+        return self._cached[1], self._cached[2]

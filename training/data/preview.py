@@ -15,9 +15,9 @@ from ..user_error import UserError
 from .augment import View, views_for
 from .caption import variations
 from .hashes import file_digest
-from .image import Picture, picture_from_array
+from .image import UprightImage, image_from_array
 from .open_sample import content_of, mask_file, open_sample
-from .read_ahead import ahead
+from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Source
 
 _PAPER, _INK, _FRAME = (24, 24, 24), (230, 230, 230), (255, 176, 0)
@@ -41,7 +41,7 @@ def preview(
     """
     chosen = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)).tolist()
     cells = list(
-        ahead(
+        load_ahead(
             lambda number: _cell(images, images.samples[number], step, cell),
             chosen,
             lambda done: on_progress(done, len(chosen), "Drawing"),
@@ -65,14 +65,14 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
         content, _ = content_of(source, sample, file_digest)
         whole = (sample.width, sample.height)
         buckets = views_for(*whole, content[:8].hex(), source.config, step=step, encoded=sample.encoded)
-        picture, mask = _drawable(source, sample)
+        upright, mask = _drawable(source, sample)
     except UserError as error:  # BadImage, or no bucket for this size
         _write(drawn, [sample.name, f"cannot be used: {error}"], cell)
         return drawn
     views = [bucket[0] for bucket in buckets]
     scale = cell / max(sample.width, sample.height)
     size = (max(1, round(sample.width * scale)), max(1, round(sample.height * scale)))
-    pixels = picture.crop((0, 0, *picture.size), size)
+    pixels = upright.crop((0, 0, *upright.size), size)
     if mask is not None:
         weights = np.asarray(mask.resize(size), np.float32)[:, :, None] / np.float32(255)
         pixels = pixels * (np.float32(0.35) + np.float32(0.65) * weights)
@@ -83,11 +83,11 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
     return drawn
 
 
-def _drawable(source: Source, sample: Sample) -> tuple[Picture, Image.Image | None]:
+def _drawable(source: Source, sample: Sample) -> tuple[UprightImage, Image.Image | None]:
     """Return an image's pixels and mask; a single gray pixel where there are only latents."""
     if not sample.encoded:
         return open_sample(source, sample)
-    return picture_from_array(np.full((1, 1, 3), 0.5, np.float32)), mask_file(source, sample)
+    return image_from_array(np.full((1, 1, 3), 0.5, np.float32)), mask_file(source, sample)
 
 
 def _with_crop(image: Image.Image, view: View, scale: float) -> Image.Image:

@@ -17,7 +17,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def ahead(load: Callable[[A], B], items: Sequence[A], report: Callable[[int], None]) -> Iterator[B]:
+def load_ahead(load: Callable[[A], B], items: Sequence[A], report: Callable[[int], None]) -> Iterator[B]:
     """Yield load(item) in order; threads load the next few meanwhile, outside Python's lock.
 
     `report` gets how many are done, before each, in the end, and again and again while one is waited for; it

@@ -79,11 +79,11 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
             visits = int(dataset.order.visits[place])
             steps = -(-visits // batch_size)
             lines.append(f"Bucket {width} x {height}: {count} images, {visits} showings in {steps} steps")
-    lines += _fitting(dataset)
+    lines += _crop_lines(dataset)
     return "\n".join([*lines, *_skipped(dataset.skipped)])
 
 
-def _fitting(dataset: EncodedDataset) -> list[str]:
+def _crop_lines(dataset: EncodedDataset) -> list[str]:
     """Return how much of the images is cut off, and which are enlarged."""
     index, entries = dataset.index, dataset.entries
     sizes = index.sizes[index.sample[entries]].astype(np.float64)

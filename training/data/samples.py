@@ -121,18 +121,18 @@ class Texts(Sequence[str]):
     _BLOCK = 256
 
     def __init__(self) -> None:
-        self._packed: list[bytes] = []
+        self._blocks: list[bytes] = []
         self._last: list[str] = []
-        self._unpacked: tuple[int, list[str]] = (-1, [])
+        self._decompressed: tuple[int, list[str]] = (-1, [])
 
     def append(self, text: str) -> None:
         self._last.append(text)
         if len(self._last) == self._BLOCK:
-            self._packed.append(zlib.compress(json.dumps(self._last).encode(), 1))
+            self._blocks.append(zlib.compress(json.dumps(self._last).encode(), 1))
             self._last = []
 
     def __len__(self) -> int:
-        return len(self._packed) * self._BLOCK + len(self._last)
+        return len(self._blocks) * self._BLOCK + len(self._last)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -142,17 +142,17 @@ class Texts(Sequence[str]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         block, place = divmod(range(len(self))[index], self._BLOCK)
-        if block == len(self._packed):
+        if block == len(self._blocks):
             return self._last[place]
-        number, texts = self._unpacked
+        number, texts = self._decompressed
         if number != block:
-            texts = json.loads(zlib.decompress(self._packed[block]))
-            self._unpacked = (block, texts)  # one assignment: threads may read at the same time
+            texts = json.loads(zlib.decompress(self._blocks[block]))
+            self._decompressed = (block, texts)  # one assignment: threads may read at the same time
         return texts[place]
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self._packed)) + sum(map(len, self._last))
+        return sum(map(len, self._blocks)) + sum(map(len, self._last))
 
 
 class SampleTable(Sequence[Sample]):
@@ -280,12 +280,12 @@ def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
     if len(shares) != len(visits) or not all(0 < share < math.inf for share in shares):
         raise UserError(f"{len(visits)} datasets need {len(visits)} positive shares, got {list(shares)}.")
     wanted = [share / count for share, count in zip(shares, visits, strict=True)]
-    found = []
+    tried = []
     for base in range(1, 17):
         times = [max(1, round(base * ratio / min(wanted))) for ratio in wanted]
         rates = [number / ratio for number, ratio in zip(times, wanted, strict=True)]
-        found.append((max(rates) / min(rates), times))
-    return next((times for error, times in found if error <= 1.05), min(found)[1])
+        tried.append((max(rates) / min(rates), times))
+    return next((times for error, times in tried if error <= 1.05), min(tried)[1])
 
 
 def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> UserError:
