@@ -50,5 +50,5 @@ def test_colors_are_drawn_within_what_was_asked_for_and_alike_in_every_run():
 
 def test_latents_of_sides_that_the_model_does_not_take_are_refused():
     for size in ((64, 72), (72, 64)):
-        with pytest.raises(ValueError, match="sides that are multiples of 16"):
+        with pytest.raises(ValueError, match="needs multiples of 16 on both sides"):
             views_for(100, 100, "content", SMALL, step=16, encoded=[size])

@@ -243,7 +243,7 @@ def test_editing_a_mask_encodes_no_image_again(tmp_path):
 
 def test_a_black_mask_is_named(tmp_path):
     add(tmp_path / "set", "a-mask.png", None, Image.new("L", (64, 64)))
-    with pytest.raises(ValueError, match=r"a\.png: its mask is black all over the crop"):
+    with pytest.raises(ValueError, match=r"a\.png: its mask is black over the whole crop"):
         dataset(tmp_path, a=(64, 64))
 
 

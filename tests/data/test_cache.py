@@ -302,7 +302,7 @@ def test_damage_that_only_decoding_shows_is_named(tmp_path):
 def test_nan_from_the_vae_names_the_image_and_a_way_out(folder, tmp_path):
     encoder = FakeEncoder()
     encoder.encode_image = lambda pixels: torch.full((1, 4, 8, 8), torch.nan)
-    with pytest.raises(ValueError, match=r"a\.png: the VAE made NaN .*--bf16-vae"):
+    with pytest.raises(ValueError, match=r"a\.png: the VAE returned NaN .*--bf16-vae"):
         encode(scan(folder, SMALL), encoder, tmp_path / "cache")
 
 

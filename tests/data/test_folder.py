@@ -183,7 +183,9 @@ def test_one_error_names_every_bad_file_with_its_reason_and_what_to_do(tmp_path)
 
 def test_nobody_is_told_to_skip_all_that_there_is(tmp_path):
     add(tmp_path, "a.png", None)
-    with pytest.raises(ValueError, match=r"add a\.txt, or set .*\nThere is no other; repair or replace them"):
+    with pytest.raises(
+        ValueError, match=r"add a\.txt, or set .*\nThere are no other images; repair or replace these"
+    ):
         scan(tmp_path)
 
 
@@ -412,8 +414,8 @@ def test_a_socket_is_named(tmp_path, monkeypatch):
 
 DEEP = "[" * 100_000
 TOO_MUCH = {
-    "a.txt": ("word " * 2_000_000, rf"its caption a\.txt has more than {LARGEST} letters"),
-    "a.caption": ("x" * (LONGEST + 1), rf"its caption, as trained, has {LONGEST + 1} letters"),
+    "a.txt": ("word " * 2_000_000, rf"its caption a\.txt has more than {LARGEST} characters"),
+    "a.caption": ("x" * (LONGEST + 1), rf"its caption, as trained, has {LONGEST + 1} characters"),
     "a.json": (DEEP, r"a\.json is not valid JSON \(its lists lie too deep"),
     "metadata.jsonl": (DEEP, r"metadata\.jsonl, line 1: not \{.*its lists lie too deep"),
 }
@@ -442,14 +444,16 @@ def test_a_list_of_captions_has_a_limit(tmp_path):
         (tmp_path / "a.json").write_text(json.dumps({"captions": [f"number {i}" for i in range(count)]}))
         if count <= MOST_CAPTIONS:
             assert len(captions(scan(tmp_path))["a.png"]) == count
-    with pytest.raises(ValueError, match=rf"a\.json: {count} captions of one image; {MOST_CAPTIONS} are"):
+    with pytest.raises(
+        ValueError, match=rf"a\.json: {count} captions for one image; at most {MOST_CAPTIONS} are"
+    ):
         scan(tmp_path)
 
 
 def test_what_a_caption_grows_to_counts_towards_its_limit(tmp_path):
     add(tmp_path, "a.png", "[trigger] " * 100)
     assert scan(tmp_path, captioned(trigger="x" * 100))
-    with pytest.raises(ValueError, match=r"a\.png: its caption, as trained, has 2\d{4} letters"):
+    with pytest.raises(ValueError, match=r"a\.png: its caption, as trained, has 2\d{4} characters"):
         scan(tmp_path, captioned(trigger="x" * 200))
 
 

@@ -54,7 +54,7 @@ def test_masks_and_transparency_arrive(tmp_path):
         (TWO, ["a"], torch.ones(3, 8, 8), "2 images but 3 masks"),
         (TWO, ["a", " "], None, "image-1: no caption"),
         (TWO[:, :4], ["a"], None, "image-0: shape .4, 96, 3.; images are .height, width, 3."),
-        (TWO * torch.nan, ["a"], None, "image-0: holds NaN"),
+        (TWO * torch.nan, ["a"], None, "image-0: has NaN"),
         (TWO[0, 0], ["a"], None, "expected a batch of 4 dimensions"),
         ([], ["a"], None, "no images given"),
         (TWO, ["[trigger]"], None, "no trigger word is given"),
@@ -75,7 +75,10 @@ def test_missing_captions_can_be_the_trigger(tmp_path):
     ("text", "reason"),
     [
         ("a \ud83d", r"its caption holds half of a letter \('\\ud83d' at 2\)"),
-        ("x" * (LONGEST + 1), f"its caption, as trained, has {LONGEST + 1} letters; shorten it to {LONGEST}"),
+        (
+            "x" * (LONGEST + 1),
+            f"its caption, as trained, has {LONGEST + 1} characters; shorten it to {LONGEST}",
+        ),
     ],
     ids=["half a letter", "too long"],
 )

@@ -105,7 +105,7 @@ def test_a_picture_beside_goes_first_and_text_encodings_are_no_pictures(tmp_path
     assert names(images) == ["a.png", "b_1024x1024_final.png", "c_0064x0064_sdxl.npz"]
     assert summary(images).splitlines() == [
         f"Folder {tmp_path.name}: 3 images, each 1 times, loss weight 1",
-        "Latents (.npz) in place of the picture: 1",
+        "Latents (.npz) in place of the image: 1",
         "Not images: 6 .npz",
     ]
 
@@ -199,9 +199,9 @@ SIZE = np.array([64, 64])
     [
         ("a.npz", b"", r"damaged, or no \.npz file"),
         ("a.npz", b"PK\3\4 no more", r"damaged, or no \.npz file"),
-        ("a.npz", {"arr_0": NUMBERS}, "holds no 'latents', but arr_0; put the picture itself beside it"),
-        ("a.npz", {}, "holds no 'latents', but nothing"),
-        ("a.npz", {"latents": NUMBERS}, r"the size of its picture \('original_size' is missing\)"),
+        ("a.npz", {"arr_0": NUMBERS}, "has no 'latents', but arr_0; put the image itself beside it"),
+        ("a.npz", {}, "has no 'latents', but nothing"),
+        ("a.npz", {"latents": NUMBERS}, r"the size of its image \('original_size' is missing\)"),
         ("a.npz", {"latents_8x8": NUMBERS, "original_size": SIZE}, r"\('original_size_8x8' is missing\)"),
         (
             "a.npz",
@@ -226,7 +226,7 @@ SIZE = np.array([64, 64])
         (
             "a_0064x0064_anima.npz",
             {"latents": NUMBERS, "original_size": SIZE},
-            "latents of 'anima' are scaled",
+            "the scale of latents for 'anima' is unknown",
         ),
     ],
 )
@@ -240,13 +240,13 @@ def test_a_scan_refuses_what_cannot_be_trained_with_its_reason(tmp_path, name, c
 @pytest.mark.parametrize(
     "latents, more, reason",
     [
-        (np.zeros((4, 8, 8), np.float32), {}, r"latents are \(4, 8, 8\), and this VAE makes \(3, 8, 8\)"),
-        (NUMBERS[:, None], {}, r"latents are \(3, 1, 8, 8\), and this VAE makes \(3, 8, 8\)"),
-        (NUMBERS[:, :7], {}, "those of 64 x 56 px, and this model needs sides that are multiples of 16"),
+        (np.zeros((4, 8, 8), np.float32), {}, r"latents are \(4, 8, 8\), but this VAE makes \(3, 8, 8\)"),
+        (NUMBERS[:, None], {}, r"latents are \(3, 1, 8, 8\), but this VAE makes \(3, 8, 8\)"),
+        (NUMBERS[:, :7], {}, "for 64 x 56 px, but this model needs multiples of 16 on both sides"),
         (NUMBERS * np.nan, {}, "NaN or infinite values in its latents"),
         (NUMBERS, {"alpha_mask": np.ones((8, 8), int)}, r"alpha_mask is \(8, 8\) of int64"),
-        (NUMBERS, {"alpha_mask": np.ones((8, 99), np.float32)}, "draw the mask in the image's shape"),
-        (NUMBERS, {"alpha_mask": np.zeros((8, 8), np.float32)}, "its mask is black all over the crop"),
+        (NUMBERS, {"alpha_mask": np.ones((8, 99), np.float32)}, "make the mask the image's shape"),
+        (NUMBERS, {"alpha_mask": np.zeros((8, 8), np.float32)}, "its mask is black over the whole crop"),
     ],
 )
 def test_encoding_refuses_what_the_model_cannot_take(tmp_path, latents, more, reason):

@@ -34,7 +34,7 @@ def test_the_summary_says_what_has_no_caption_and_which_folders_are_not_read(tmp
     assert "Without a caption: 1, trained with an empty one" in summary(empty).splitlines()
     lines = summary(join([called, called])).splitlines()
     assert lines.count('Without a caption: 1, trained with "sks" alone') == 2
-    assert lines[-1] == "Folders in the folder that are not read ('recursive' is off): 2"
+    assert lines[-1] == "Subfolders that are not read ('recursive' is off): 2"
 
 
 @pytest.mark.parametrize(

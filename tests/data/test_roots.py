@@ -109,7 +109,7 @@ def test_no_name_says_where_to_put_a_folder(roots, name):
 
 
 def test_an_unknown_name_lists_the_known_ones(roots):
-    with pytest.raises(ValueError, match="'birds' not found. Folders there are: cats, photos, photos/dogs"):
+    with pytest.raises(ValueError, match="'birds' not found. The folders are: cats, photos, photos/dogs"):
         resolve_dataset("birds", roots)
 
 

@@ -1,6 +1,6 @@
-"""The pictures that are made of one image: crops, mirror images, colors. Each has a place in the cache.
+"""The views of one image: crops, mirror images, changed colors. Each view has its own place in the cache.
 
-The one rule: what is drawn depends on the image's content and the settings alone, so it stays cached.
+The one rule: random draws depend only on the image's content and the settings, so cached views stay valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.
 
 @dataclass(frozen=True, repr=False)
 class Jitter:
-    """Factors on brightness, contrast and saturation, and a turn of the color circle (1 is once around)."""
+    """Factors for brightness, contrast and saturation, and a rotation of the hue (1 is a full turn)."""
 
     brightness: float
     contrast: float
@@ -36,7 +36,7 @@ class Jitter:
 
 @dataclass(frozen=True)
 class View:
-    """One picture made of an image: a crop, perhaps mirrored, perhaps with changed colors."""
+    """A crop of an image, possibly mirrored, possibly with changed colors."""
 
     crop: Crop
     flip: bool = False
@@ -59,8 +59,8 @@ def views_for(
 ) -> list[list[View]]:
     """Return the views of an image at each of its resolutions: one list a bucket.
 
-    Where latents are what there is, in the `encoded` sizes, each is a bucket with the one view they show.
-    Raises UserError if no bucket suits the image, or the latents do not suit the model.
+    For a latent file, each of its `encoded` sizes is a bucket with a single view. Raises UserError if no
+    bucket fits the image, or the latents do not fit the model.
     """
     if encoded:
         return [[View(_encoded_crop(width, height, bucket, step))] for bucket in encoded]
@@ -77,8 +77,8 @@ def views_for(
 def _encoded_crop(width: int, height: int, bucket: Size, step: int) -> Crop:
     if bucket[0] % step or bucket[1] % step:
         raise UserError(
-            f"its latents are those of {bucket[0]} x {bucket[1]} px, and this model needs sides that are "
-            f"multiples of {step}; put the picture itself beside it, to be encoded anew."
+            f"its latents are for {bucket[0]} x {bucket[1]} px, but this model needs multiples of {step} "
+            f"on both sides; put the image itself beside it, so that it is encoded again."
         )
     return Crop(bucket, crop_box(width, height, bucket))
 

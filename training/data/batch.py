@@ -1,4 +1,4 @@
-"""Encoded samples as batches: what training reads. The order is `order.py`'s, the tensors are the cache's.
+"""The encoded dataset: batches for training, in the order of `order.py`, with tensors from the cache.
 
 The one rule: `batch` is a pure function of its arguments, so a resumed run goes on with the next batch.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Entries = NDArray[np.int32]
 
 MOST_LOOKED_AT = 1000
-"""Texts that are compared for the longest one, and images that they are of."""
+"""Most texts, and most images, searched for the longest text."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Choice:
     entries: Entries
     views: NDArray[np.int64]
     texts: list[bytes]
-    """Keys of the captions, the empty one where dropout fell on it."""
+    """Keys of the captions, that of the empty one where a caption was dropped."""
     rules: list[SourceRules]
     captions: list[str]
 
 
 class EncodedDataset:
-    """The `Dataset` of `training.model`. It holds keys; tensors are read when a batch is asked for."""
+    """The `Dataset` of `training.model`. It holds keys; each batch reads its tensors."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class EncodedDataset:
     ) -> None:
         """Take the entries of `index` that belong to this dataset.
 
-        `steady` is for validation: an image's first view and caption, once, in the same order, no dropout.
+        `steady` is for validation: each image once, in fixed order, first view and caption, no dropout.
         """
         self.index, self.store, self.images, self.steady = index, store, images, steady
         self.skipped = tuple(skipped)
-        """Files that could not be used, found by the scan or by encoding."""
+        """Files that cannot be used, from the scan and from encoding."""
         self.entries = entries
         repeats = np.ones(len(self.entries), np.int32) if steady else index.repeats[self.entries]
         self.order = Order(index.bucket[self.entries], repeats, steady=steady)
@@ -119,9 +119,9 @@ class EncodedDataset:
         )
 
     def largest_batch(self, size: int) -> Batch:
-        """Return `size` times a view of the largest bucket and the longest text: memory is planned for it.
+        """Return a batch of the largest bucket with the longest text, for planning memory.
 
-        Captions are the longest ones, each another, as text encoders in training encode each once.
+        Captions are the longest ones and differ, as text encoders in training encode equal ones only once.
         """
         at = self.index
         sides = np.array(at.buckets)[at.bucket[self.entries]]
@@ -140,7 +140,7 @@ class EncodedDataset:
         )
 
     def choose(self, size: int, *, seed: int, index: int) -> Choice:
-        """Return what micro-batch `index` consists of, without reading it."""
+        """Return the parts of micro-batch `index`, without reading its tensors."""
         at = self.index
         entries = self.entries[self.order.choose(size, seed=seed, index=index)]
         samples = at.sample[entries]
@@ -205,12 +205,12 @@ class EncodedDataset:
         )
 
     def _held_out(self, config: SplitConfig) -> NDArray[np.bool_]:
-        """Return (entries,) whether each is for validation."""
+        """Return a mask (entries,) of those for validation."""
         samples = self.index.sample[self.entries]
         is_regular = np.array([source.config.regularisation for source in self.images.sources])
         regular, names = is_regular[self.index.source[samples]], self.images.samples.names
         named = np.array([any(fnmatchcase(names[i], glob) for glob in config.names) for i in samples], bool)
-        # The smallest digests: equal images stay together, and adding one moves at most one other.
+        # By the smallest digests: equal images stay together, and adding an image moves at most one other.
         digests = np.unique(self.index.content[samples[~regular]])
         count = max(1, round(config.fraction * len(digests))) if config.fraction else 0
         named |= np.isin(self.index.content[samples], digests[:count])
@@ -221,7 +221,7 @@ class EncodedDataset:
         return self.store.read("latents", self.index.latent_key(view))["latents"].float()
 
     def _caption(self, number: int, text: int) -> str:
-        """Return the text with key number `text` of a sample: made anew, only the keys are kept."""
+        """Return the text with key number `text` of a sample; only keys are stored, so it is made again."""
         sample = self.images.samples[number]
         texts = variations(sample.captions, self.images.source(sample).config)
         return texts[text - int(self.index.text_start[number])]
@@ -245,7 +245,7 @@ class EncodedDataset:
         return masks
 
     def _extras(self, entry: int, view: int) -> Mapping[str, float]:
-        """Return what SDXL is told of size and crop (Podell et al. 2023, arXiv:2307.01952, sec. 2.2)."""
+        """Return SDXL's conditioning on size and crop (Podell et al. 2023, arXiv:2307.01952, sec. 2.2)."""
         width, height = self.index.sizes[self.index.sample[entry]].tolist()
         left, top = self.index.offsets[view].tolist()
         target_width, target_height = self.index.buckets[self.index.bucket[entry]]
@@ -265,6 +265,6 @@ def _spread(items: list[T]) -> list[T]:
 
 
 def _pick(start: NDArray[np.int64], rows: NDArray[np.int32], draws: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return for each row one of its items, by draws in [0, 1)."""
+    """Return the index of one item of each row, picked by draws in [0, 1)."""
     places: NDArray[np.int64] = start[rows] + (draws * (start[rows + 1] - start[rows])).astype(np.int64)
     return places

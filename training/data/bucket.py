@@ -1,7 +1,8 @@
-"""Which size an image is brought to, and which part of it is kept. No pixels are read here.
+"""Buckets and crops: the size that an image is resized to, and the part of it that is used.
 
-The one rule: a bucket is the one with the nearest aspect ratio, compared as logarithms, so that 2:1 is as far
-from 1:1 as 1:2 is. Aspect-ratio buckets are NovelAI's ("NovelAI Improvements on Stable Diffusion", 2022).
+The one rule: an image goes to the bucket with the nearest aspect ratio. Ratios are compared as logarithms, so
+that 2:1 is as far from 1:1 as 1:2. No pixels are read here. Aspect-ratio buckets are NovelAI's ("NovelAI
+Improvements on Stable Diffusion", 2022).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Crop:
-    """How one image becomes one training picture: `box` of the source, resized to `bucket`."""
+    """A crop of an image: `box` of the source, resized to `bucket`."""
 
     bucket: Size
     box: Box
@@ -43,7 +44,7 @@ class Crop:
 
 @lru_cache(maxsize=64)
 def bucket_sizes(resolution: int, *, step: int, min_side: int = 0, max_side: int = 0) -> tuple[Size, ...]:
-    """Return every size of at most resolution x resolution pixels that cannot grow, narrowest first.
+    """Return all sizes of at most resolution x resolution pixels that cannot grow, narrowest first.
 
     Sides are multiples of `step` between `min_side` (0: half the resolution) and `max_side` (0: twice it).
     Raises UserError if no size fits.
@@ -66,7 +67,7 @@ def bucket_sizes(resolution: int, *, step: int, min_side: int = 0, max_side: int
 
 
 def nearest(sizes: tuple[Size, ...], width: int, height: int) -> Size:
-    """Return the size with the nearest aspect ratio; the narrower of two that are equally near.
+    """Return the size with the nearest aspect ratio; the narrower of two equally near ones.
 
     `sizes` are sorted by aspect ratio, as `bucket_sizes` returns them.
     """
@@ -83,7 +84,7 @@ def _log_ratios(sizes: tuple[Size, ...]) -> list[float]:
 
 
 def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *, step: int) -> Size:
-    """Return the size that an image is brought to at one resolution.
+    """Return the size that an image is resized to at one resolution.
 
     Raises UserError if enlarging is not allowed and the image is smaller than one step.
     """
@@ -99,10 +100,8 @@ def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *
 
 
 def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> list[Size]:
-    """Return the sizes at which an image is trained.
-
-    One a resolution, or only the largest that needs no enlarging.
-    """
+    """Return the sizes at which an image is trained: one per resolution, or only the largest without
+    enlarging."""
     step = math.lcm(step, config.step or step)
     resolutions = sorted(config.resolutions)
     if not config.each:
@@ -115,7 +114,7 @@ def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> 
 def crop_box(width: int, height: int, bucket: Size, *, at: tuple[float, float] = (0.5, 0.5)) -> Box:
     """Return the largest box of the bucket's shape inside the image.
 
-    `at` places it in the free room: (0, 0) is top left, (0.5, 0.5) the center, (1, 1) bottom right.
+    `at` is its position: (0, 0) is top left, (0.5, 0.5) the center, (1, 1) bottom right.
     """
     scale = max(bucket[0] / width, bucket[1] / height)
     box_width, box_height = min(bucket[0] / scale, width), min(bucket[1] / scale, height)
@@ -124,9 +123,9 @@ def crop_box(width: int, height: int, bucket: Size, *, at: tuple[float, float] =
 
 
 def crops_for(width: int, height: int, bucket: Size, config: AugmentConfig, *, content: str) -> list[Crop]:
-    """Return the crops of an image that are cached: one, or `variations` where crop or colors are random.
+    """Return the cached crops of an image: one, or `variations` if crops or colors are random.
 
-    Random places are keyed by `content`, so the same image is cropped alike in every run.
+    Random positions are keyed by `content`, so an image is cropped the same in every run.
     """
     count = config.variations if config.crop != "center" or config.jitters else 1
     if config.crop == "corners":

@@ -1,8 +1,8 @@
-"""Encoding a set of images once: all pictures through the VAE, then all captions through the text encoders.
+"""Encode a set of images once: all images with the VAE, then all captions with the text encoders.
 
-The one rule: a cache key holds everything that changes the tensor and nothing else, so an edit encodes again
-exactly what it must, and runs that share a folder share the work. VAE and text encoders are never needed
-together, pictures are read a few ahead of the VAE and not kept, and a killed run continues where it was.
+The one rule: a cache key covers everything that changes the tensor and nothing else. So an edit encodes again
+only what it must, and runs with the same cache folder share the work. VAE and text encoders are never needed
+at the same time, images are read a few ahead of the VAE, and a killed run goes on where it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
 
 VERSION = 1
-"""Part of every key; raised when encoding changes what it stores. A part that is new to keys is left out of
+"""Part of every key; raised whenever encoded tensors change. A part that is new to keys is left out of
 them at its default."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -50,10 +50,10 @@ def encode(
     recache: bool = False,
     on_progress: OnProgress = no_progress,
 ) -> EncodedDataset:
-    """Encode what the cache does not hold yet and return the dataset. `on_progress` may raise to cancel.
+    """Encode what the cache lacks and return the dataset. `on_progress` may raise to cancel.
 
-    `recache` encodes everything anew. Raises UserError if the cache folder cannot be written to, or naming
-    every image that cannot be used (unless its source allows skipping; then they are in `skipped`).
+    `recache` encodes everything again. Raises UserError if the cache folder cannot be written to, and one
+    that names every unusable image, unless its source allows skipping; then it is in `skipped`.
     """
     work = _Work(images, encoder, Store(cache_dir), recache)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def encode(
 
 
 class _Work:
-    """What all steps of one encoding share."""
+    """What all steps of one encoding share: its images, encoder and store, and their keys."""
 
     def __init__(self, images: ImageSet, encoder: Encoder, store: Store, recache: bool) -> None:
         self.images, self.encoder, self.store, self.recache = images, encoder, store, recache
@@ -92,7 +92,7 @@ class _Work:
         self._written: set[tuple[str, bytes]] = set()
 
     def lacks(self, kind: str, key: bytes) -> bool:
-        """Return whether an entry has to be made."""
+        """Return whether an entry must be encoded."""
         if key == NO_MASK:
             return False
         return (self.recache and (kind, key) not in self._written) or not self.store.has(kind, key)
@@ -107,7 +107,7 @@ class _Work:
 
     def latent_key(self, view: View, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
         if sample.encoded:
-            read_as = architecture_of(sample.name)  # it decides how the file's numbers are scaled
+            read_as = architecture_of(sample.name)  # decides how the file's numbers are scaled
         else:
             read_as = config.background.lower() if sample.has_alpha else ""
         return _key(
@@ -126,11 +126,13 @@ class _Work:
 
 
 def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[int], dict[int, str]]:
-    """Give every view and text its key.
+    """Give every view and text its key, and find what is not in the cache.
 
-    Returns the index, the samples with a picture or mask to encode, those with a text, and the unusable ones.
+    Returns the index; the samples with a view or mask to encode; those with a text to encode; and the
+    unusable ones with the reason.
     """
     samples, sources = work.images.samples, work.images.sources
+    # What all samples of a source share, the key of its empty caption included.
     configs = [source.config for source in sources]
     empty = [work.text_key("", c) for c in configs]
     rules = [
@@ -142,11 +144,13 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
         for number, sample in enumerate(samples):
             check = partial(on_progress, number, len(samples), "Checking the cache")
             check()
+            # Texts first: they need no file, so an unusable image is still indexed with its texts.
             source, size = sources[sample.source], (sample.width, sample.height)
             texts = [
                 work.text_key(text, source.config)
                 for text in variations(sample.captions, source.config, check)
             ]
+            # Views follow from the content's digest, which is remembered: no unchanged file is opened.
             content, buckets = bytes(16), []
             try:
                 content, mask = content_of(source, sample, partial(hashes.of, check=check))
@@ -155,6 +159,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                 )
             except UserError as error:  # BadImage, or no bucket for this size
                 bad[number] = str(error)
+            # Unusable images are indexed too, without entries, so that positions match the ImageSet.
             builder.add_sample(size, sample.source, content, texts)
             missing = False
             for views in buckets:
@@ -166,6 +171,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                 )
                 missing = missing or any(work.lacks("latents", key) for key in latent_keys)
                 missing = missing or any(work.lacks("masks", key) for key in mask_keys)
+            # One missing view is enough to open the image; `_load` skips those that are there.
             if missing:
                 unseen.append(number)
             if any(work.lacks("text", key) for key in texts):
@@ -175,21 +181,21 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
 
 @dataclass(frozen=True)
 class _Loaded:
-    """One picture on its way to the VAE. `pixels`, `latents` or `mask` is None where the cache has it."""
+    """A view on its way to the VAE. `pixels`, `latents` or `mask` is None if it is in the cache."""
 
     view: View
     latent_key: bytes
     mask_key: bytes
     pixels: Tensor | None = None
     latents: Tensor | None = None
-    """Instead of pixels, where that is what the file holds."""
+    """From a latent file, in place of pixels."""
     mask: Tensor | None = None
 
 
 def _encode_images(
     work: _Work, index: Index, numbers: Sequence[int], report: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
-    """Encode the missing views of the samples; yield each one's number and, if so, why it cannot be used."""
+    """Encode the missing views of the samples; yield each number with the reason if it is unusable, or ""."""
     for number, loaded in zip(numbers, load_ahead(partial(_load, work, index), numbers, report), strict=True):
         if isinstance(loaded, str):
             yield number, loaded
@@ -215,7 +221,7 @@ def _encode_pixels(work: _Work, pixels: Tensor, name: str) -> Tensor:
     )
     if not torch.isfinite(latents).all():
         raise UserError(
-            f"{name}: the VAE made NaN or infinite values of it. Half precision is too coarse for some VAEs: "
+            f"{name}: the VAE returned NaN or infinite values. Half precision is too coarse for some VAEs: "
             "start ComfyUI with --fp32-vae or --bf16-vae, or load another VAE."
         )
     return latents
@@ -230,8 +236,8 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
         if value.is_floating_point():
             if not torch.isfinite(value).all():
                 raise UserError(
-                    f"the text encoder made NaN or infinite values of the caption {text!r}; load another "
-                    "file of it, in fp16 instead of fp8, or start ComfyUI with --fp32-text-enc."
+                    f"the text encoder returned NaN or infinite values for the caption {text!r}; load an "
+                    "fp16 file instead of fp8, or start ComfyUI with --fp32-text-enc."
                 )
             value = value.to(_DTYPES[config.dtype])
         stored[name] = value.clone()  # safetensors refuses tensors that share memory
@@ -239,7 +245,7 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
 
 
 def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
-    """Return the missing views of a sample, or why there are none. Runs beside the VAE."""
+    """Return the missing views of a sample, or why it is unusable. Runs in a thread beside the VAE."""
     sample = work.images.samples[number]
     source = work.images.source(sample)
     content = int(index.content[number]).to_bytes(8, "little").hex()
@@ -285,7 +291,7 @@ def _with_latents(work: _Work, source: Source, sample: Sample, wanted: Sequence[
 def _weights(
     work: _Work, source: Source, mask: Image | None, image_size: Size, view: View, key: bytes
 ) -> Tensor | None:
-    """Return the mask under a view, None if there is none or the cache has it.
+    """Return the mask under a view; None if the image has none or it is in the cache.
 
     Raises BadImage if it leaves nothing of the view.
     """
@@ -293,7 +299,7 @@ def _weights(
         return None
     weights = _mask_at(mask, image_size, view, work.reduction)
     if not weights.any() and not source.config.mask.outside:
-        raise BadImage("its mask is black all over the crop, so nothing of it would be learned")
+        raise BadImage("its mask is black over the whole crop, so nothing would be learned from it")
     return weights
 
 

@@ -1,8 +1,9 @@
-"""What the text encoder is given: filter, tag shuffle and dropout, then prefix and suffix, then the trigger.
+"""Captions as the text encoder gets them: filter, shuffle and drop tags, add prefix and suffix, then the
+trigger.
 
-A caption is text: brackets in it are letters, not a prompt's weights, and leave here escaped. The one rule:
-the variations of a caption are a pure function of the caption and the settings, so they can be encoded once
-and cached, and the same caption costs nothing in the next run.
+Brackets in a caption are plain characters, not prompt weights, and are escaped here. The one rule: the
+variations of a caption are a pure function of the caption and the settings, so they are encoded once and
+cached for every later run.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def variations(
 
 
 def finish(caption: str, config: DatasetConfig) -> str:
-    """Return a caption with prefix, suffix and trigger word, as the model will see it.
+    """Return a caption with prefix, suffix and trigger word, as the model sees it.
 
-    The trigger replaces [trigger]; a caption that holds neither gets it in front. Regularisation images never
-    get it: there, [trigger] is taken out.
+    The trigger replaces [trigger]; a caption with neither gets it in front. Regularisation images don't get
+    the trigger: their [trigger] is removed.
     """
     rules = config.caption
     trigger = "" if config.regularisation else literal(rules.trigger.strip())
@@ -62,16 +63,16 @@ def finish(caption: str, config: DatasetConfig) -> str:
 
 
 def literal(text: str) -> str:
-    """Return text as a prompt that means just these letters, whose brackets are no weights.
+    """Return text as a prompt in which brackets are plain characters, not weights.
 
-    ComfyUI takes every bracket after a backslash as a letter (comfy/sd1_clip.py, escape_important), also for
-    text encoders that know no weights.
+    ComfyUI takes every bracket after a backslash literally (comfy/sd1_clip.py, escape_important), also for
+    text encoders without weights.
     """
     return re.sub(r"(?<!\\)[()]", r"\\\g<0>", text)
 
 
 def require_usable(captions: tuple[str, ...], config: DatasetConfig) -> None:
-    """Raise BadImage for captions that no text encoder can be given."""
+    """Raise BadImage for captions that no text encoder can take."""
     rules = config.caption
     texts = (*captions, rules.prefix, rules.suffix)
     if not config.regularisation and not rules.trigger.strip() and any(TRIGGER in text for text in texts):
@@ -82,11 +83,11 @@ def require_usable(captions: tuple[str, ...], config: DatasetConfig) -> None:
         except UserError as error:
             raise BadImage(str(error).rstrip(".")) from error
         if (letters := len(finish(text, config))) > LONGEST:
-            raise BadImage(f"its caption, as trained, has {letters} letters; shorten it to {LONGEST}")
+            raise BadImage(f"its caption, as trained, has {letters} characters; shorten it to {LONGEST}")
 
 
 def _vary_tags(caption: str, rules: CaptionConfig, variation: int) -> str:
-    """Return the caption without its filtered tags, the others in the order and choice of this variation."""
+    """Return one variation of a caption: filtered, with its tags shuffled and dropped."""
     if not (rules.remove or rules.shuffle or rules.tag_dropout):
         return caption
     tags = [tag.strip() for tag in caption.split(rules.separator)]

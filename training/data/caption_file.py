@@ -1,4 +1,4 @@
-"""Finding the caption that somebody wrote for an image: a text file beside it, a table, or a name.
+"""Find the caption of an image: in a text file beside it, in a table, or in a name.
 
 The one rule: a caption that cannot be read is an error with a reason, never an empty caption.
 """
@@ -21,24 +21,24 @@ from .image_file import BadImage
 CAPTION_FILES = (".txt", ".caption", ".json")
 METADATA = "metadata.jsonl"
 NO_CAPTION = "'missing captions' to 'trigger' (the trigger word alone) or 'empty'"
-"""What an error about a missing caption offers instead of one."""
+"""The alternative that an error about a missing caption offers."""
 LARGEST = 1 << 20
-"""Letters of a caption file, or of a line of metadata.jsonl: of a .json, what others wrote into it too."""
+"""Characters of a caption file or a line of metadata.jsonl; in .json files other fields count too."""
 MOST_CAPTIONS = 1000
-"""Of one image, to choose from."""
+"""Most alternative captions of one image."""
 _KEYS = ("caption", "captions", "text", "prompt", "tags")
-"""Where a JSON caption may be, in order of preference."""
+"""Keys of a caption in JSON, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the captions of one folder's images can be."""
+    """Where to look for the captions of one folder's images."""
 
     folder: Path
     relative: str
-    """The folder's path inside the dataset with forward slashes; "" for the dataset's own folder."""
+    """Path of the folder inside the dataset, with forward slashes; "" for the dataset's own folder."""
     files: Mapping[str, str]
-    """Its caption files, by their names with the extension in lower case."""
+    """Caption files of the folder by name, with the extension in lower case."""
     table: Mapping[str, tuple[str, ...]]
     """From every metadata.jsonl of the dataset: the image's path inside the dataset -> captions."""
 
@@ -53,9 +53,9 @@ class Places:
 
 
 def find_captions(image: str, places: Places, config: CaptionConfig) -> tuple[str, ...]:
-    """Return the captions of the file named `image`: several if they are alternatives, () if there is none.
+    """Return the captions of the file named `image`: () if it has none, several if they are alternatives.
 
-    Raises BadImage if there is one that cannot be read.
+    Raises BadImage for a caption that cannot be read.
     """
     for source in ("txt", "caption", "json", "jsonl") if config.source == "auto" else (config.source,):
         if captions := tuple(text.strip() for text in _SOURCES[source](image, places) if text.strip()):
@@ -72,10 +72,10 @@ def expected_file(image: str, config: CaptionConfig) -> str:
 
 
 def read_metadata(path: Path, check: Callable[[], None]) -> dict[str, tuple[str, ...]]:
-    """Return image name -> captions of a metadata.jsonl: a line is an object with "file_name" and a caption.
+    """Return image name -> captions of a metadata.jsonl; each line is an object with "file_name" and a
+    caption.
 
-    `check` is called before each line and may raise to cancel. Raises BadImage naming the line that is not
-    such an object.
+    `check` is called before each line and may raise to cancel. Raises BadImage naming the first bad line.
     """
     table = {}
     with _open_text(path) as file:
@@ -111,9 +111,9 @@ def _from_file(extension: str) -> Callable[[str, Places], tuple[str, ...]]:
 
 
 def _captions_of(entry: Any, where: str) -> tuple[str, ...]:
-    """Return the captions in a JSON value.
+    """Return the captions in a JSON value: a string, or an object with one of _KEYS.
 
-    A string, or an object with one of _KEYS. Tags are joined to one caption.
+    Tags are joined to one caption.
     """
     if isinstance(entry, str):
         return (entry,)
@@ -125,7 +125,9 @@ def _captions_of(entry: Any, where: str) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         if key != "tags" and len(value) > MOST_CAPTIONS:
-            raise BadImage(f"{where}: {len(value)} captions of one image; {MOST_CAPTIONS} are the most")
+            raise BadImage(
+                f"{where}: {len(value)} captions for one image; at most {MOST_CAPTIONS} are allowed"
+            )
         return (", ".join(value),) if key == "tags" else tuple(value)
     raise BadImage(f"{where}: {key!r} must be text or a list of texts")
 
@@ -136,17 +138,17 @@ def _read_text(path: Path) -> str:
 
 
 def _at_most(text: str, what: str) -> str:
-    """Return text as it is. Raises BadImage for more than LARGEST letters, which are no caption."""
+    """Return the text itself. Raises BadImage if it has more than LARGEST characters."""
     if len(text) > LARGEST:
-        raise BadImage(f"{what} has more than {LARGEST} letters; shorten it")
+        raise BadImage(f"{what} has more than {LARGEST} characters; shorten it")
     return text
 
 
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
-    """Open a text file, UTF-8 unless it starts with the mark of UTF-16 (Notepad's "Unicode").
+    """Open a text file: UTF-8, or UTF-16 if it starts with its byte order mark (Notepad's "Unicode").
 
-    What goes wrong while it is read becomes a BadImage.
+    Errors while it is read become BadImage.
     """
     try:
         require_ordinary(path)

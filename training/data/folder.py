@@ -1,7 +1,7 @@
-"""Reading a folder: which images there are, their captions, sizes and masks. Headers only, no pixels.
+"""Scan a folder for images with their captions, sizes and masks. Only headers are read, no pixels.
 
-The one rule: nothing is left out in silence. Every unusable file is named with its reason, all in one error;
-the rest is trained only if the user allowed that. Names are sorted: the order is the same everywhere.
+The one rule: nothing is left out silently. One error names every unusable file with its reason; the rest is
+trained only if the user allowed it. Names are sorted, so the order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_e
 
 MASK_SUFFIX = "-mask"
 SEARCHED = 1000
-"""At most so many folders are looked into to tell a person which of them hold images."""
+"""Most folders searched to name those with images in an error."""
 _MASK_FILES = ("file", "auto")
 
 
@@ -50,15 +50,15 @@ class _Folder:
     """Path inside the root with forward slashes, "" for the root itself."""
     files: frozenset[str]
     bad: tuple[Skipped, ...]
-    """Links that may not be followed and folders that cannot be read."""
+    """Forbidden links and unreadable folders."""
     below: tuple[str, ...]
-    """Paths of the folders in it, sorted."""
+    """Paths of its subfolders, sorted."""
 
     @cached_property
     def images(self) -> list[str]:
-        """Image files in sorted order, masks among them; not the HEIC original of a picture beside it.
+        """Image files in sorted order, masks included; no HEIC original beside an image of the same name.
 
-        Latent files are images too where the picture itself is not there.
+        Latent files count as images if the image itself is missing.
         """
         common = [name for name in self.files if PurePosixPath(name).suffix.lower() in EXTENSIONS]
         stems = {PurePosixPath(name).stem for name in common}
@@ -72,7 +72,7 @@ class _Folder:
 
     @cached_property
     def captions(self) -> Mapping[str, str]:
-        """Caption files by their names with the extension in lower case: a camera's A.JPG may have A.TXT."""
+        """Caption files by name, with the extension in lower case: a camera's A.JPG may have A.TXT."""
         paths = [(name, PurePosixPath(name)) for name in sorted(self.files)]
         return {
             path.stem + path.suffix.lower(): name
@@ -98,7 +98,7 @@ class _Folder:
         return frozenset(self.masks.values())
 
     def twins(self, file: str) -> list[str]:
-        """Return other images whose caption or mask would be the same file as this one's."""
+        """Return other images that share a caption or mask file with this one."""
         stem = stem_of(file)
         shared = stem in self.masks or any(stem + extension in self.captions for extension in CAPTION_FILES)
         return [name for name in self.by_stem[stem] if name != file] if shared else []
@@ -115,8 +115,8 @@ def scan(
 ) -> ImageSet:
     """Find the captioned images of a folder. `on_progress` may raise to cancel.
 
-    Raises UserError if the folder is missing or holds no image, or naming every file that cannot be used
-    (unless `config.skip_bad`; then they are in the result's `skipped`).
+    Raises UserError if the folder is missing or has no image, or one that names every unusable file (with
+    `config.skip_bad` they are in the result's `skipped` instead).
     """
     root, config = Path(root), config or DatasetConfig()
     check = partial(on_progress, 0, 1, "Reading the folder")
@@ -144,9 +144,9 @@ def fingerprint(
     config: DatasetConfig | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return a digest of the names, sizes and dates of everything in a folder that a scan would read.
+    """Return a digest of the names, sizes and dates of all files that a scan would read.
 
-    It opens no file: 100,000 files take about a second. `check` is called before each and may raise to
+    No file is opened: 100,000 files take about a second. `check` is called before each and may raise to
     cancel. Raises UserError if the folder is missing.
     """
     root, config = Path(root), config or DatasetConfig()
@@ -157,14 +157,14 @@ def fingerprint(
             try:
                 info = os.stat(root / folder.relative / file)
             except OSError:
-                continue  # vanished since it was listed; the scan will say so if it matters
+                continue  # vanished since it was listed; the scan reports it if it matters
             line = f"{folder.name_of(file)}\0{info.st_size}\0{info.st_mtime_ns}\n"
             state.update(line.encode("utf-8", "surrogatepass"))
     return digest(state.hexdigest(), config)
 
 
 def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Iterator[_Folder]:
-    """Yield the root and the folders below it that are read, in sorted order, each once however links run."""
+    """Yield the root and the subfolders to read, sorted, each once even if links form circles."""
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; create it and put images and captions into it.")
     seen: set[str] = set()
@@ -181,7 +181,7 @@ def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Itera
 
 
 def _is_read(folder: str, config: DatasetConfig) -> bool:
-    """Return whether a folder in a folder that is read is read too."""
+    """Return whether a subfolder is read."""
     return config.recursive or bool(_repeats_in(folder))
 
 
@@ -235,7 +235,7 @@ def _require_images(
 
 
 def _with_images(root: Path, config: DatasetConfig, check: Callable[[], None]) -> list[str]:
-    """Return the folders below the root that hold images themselves or in folders named 10_cat, up to ten."""
+    """Return up to ten folders below the root with images, directly or in folders named like 10_cat."""
     names = []
     for folder in islice(_walk(root, replace(config, recursive=True), check), SEARCHED):
         path = PurePosixPath(folder.relative)
@@ -248,7 +248,7 @@ def _with_images(root: Path, config: DatasetConfig, check: Callable[[], None]) -
 def _metadata(
     root: Path, folders: list[_Folder], check: Callable[[], None]
 ) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
-    """Return what every metadata.jsonl says by the images' paths inside the root, and the unreadable ones."""
+    """Return path inside the root -> captions from every metadata.jsonl, and the unreadable ones."""
     captions: dict[str, tuple[str, ...]] = {}
     bad = []
     for folder in folders:
@@ -316,6 +316,6 @@ def _captions(file: str, places: Places, config: DatasetConfig) -> tuple[str, ..
         if config.caption.missing == "error":
             wanted = expected_file(file, config.caption)
             raise BadImage(f"no caption; add {wanted}, or set {NO_CAPTION} in Load Dataset")
-        captions = ("",)  # for "trigger", the trigger word is all that an empty caption becomes
+        captions = ("",)  # with "trigger", an empty caption becomes the trigger word alone
     require_usable(captions, config)
     return captions

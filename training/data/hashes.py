@@ -1,7 +1,7 @@
 """Digests of files' contents, remembered by path, size, date and inode, so that no file is read twice.
 
-The one rule: a remembered digest is used only if these are the same and the date is not so recent that
-another edit could have had the same one (the "racy git" problem, git's Documentation/technical/racy-git.txt).
+The one rule: a remembered digest counts only if all of these match and the date was not so recent that a
+second edit could have the same one (the "racy git" problem, git's Documentation/technical/racy-git.txt).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def file_digest(path: Path, check: Check = go_on) -> bytes:
 
 
 class ContentHashes:
-    """Context manager over a small SQLite file; without it (read-only folder), files are read each time."""
+    """Context manager for a small SQLite file; if that cannot be used, files are read each time."""
 
     def __init__(
         self, folder: Path, name: str = "content", digest: Callable[[Path, Check], bytes] = file_digest
     ) -> None:
-        """Remember what `digest` returns of files in <folder>/<name>.sqlite."""
+        """Remember the results of `digest` in <folder>/<name>.sqlite."""
         self._file = folder / f"{name}.sqlite"
         self._digest = digest
         self._known: sqlite3.Connection | None = None
@@ -68,8 +68,8 @@ class ContentHashes:
         return self
 
     def _connect(self) -> sqlite3.Connection:
-        # Each line is its own transaction, so that other runs never wait. Losing the last ones in a power cut
-        # only means reading those files again, which is not worth waiting for the disk.
+        # Each row is its own transaction, so other runs never wait. Losing the last rows in a power cut only
+        # means reading those files again, so there is no need to wait for the disk.
         connection = sqlite3.connect(self._file, timeout=30, isolation_level=None)
         try:
             connection.execute("PRAGMA synchronous=OFF")
@@ -89,7 +89,7 @@ class ContentHashes:
             self._known = None
 
     def of(self, path: Path, check: Check = go_on) -> bytes:
-        """Return a file's digest, remembered or anew. Raises OSError if it cannot be read."""
+        """Return a file's digest, remembered or computed. Raises OSError if it cannot be read."""
         info = path.stat()
         name = os.fsencode(os.path.abspath(path))
         stamp = f"{info.st_size}:{info.st_mtime_ns}:{info.st_ino}"
@@ -119,7 +119,7 @@ class ContentHashes:
             self._forget(error)
 
     def _forget(self, error: Exception) -> None:
-        log.warning("%s cannot be used (%s); files are read anew instead.", self._file, error)
+        log.warning("%s cannot be used (%s); files are read again instead.", self._file, error)
         if self._known is not None:
             self._known.close()
         self._known = None

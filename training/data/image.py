@@ -1,6 +1,6 @@
-"""Reading one image file: whatever it holds, upright sRGB comes out, then the crop at its bucket's size.
+"""Read an image file of any kind as upright sRGB, and resize a crop of it to a bucket's size.
 
-The one rule: no precision is lost before the crop is made: 16-bit images and images from a graph stay floats.
+The one rule: no precision is lost before the crop: 16-bit images and images from a graph stay floats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""EXIF orientation (tag 274) -> what turns the image upright."""
+"""EXIF orientation (tag 274) -> the transposition that turns the image upright."""
 
 Pixels = NDArray[np.float32]
 
@@ -55,7 +55,8 @@ class UprightImage:
 
 
 def read_image(path: Path, *, background: str = "#ffffff") -> UprightImage:
-    """Return an image file upright, in sRGB, an animation's first frame, transparency laid on `background`.
+    """Return an image file, upright, in sRGB, with transparency over `background`; of animations the first
+    frame.
 
     Raises BadImage if it cannot be used, OSError if it cannot be read.
     """
@@ -74,14 +75,14 @@ def read_image(path: Path, *, background: str = "#ffffff") -> UprightImage:
 
 
 def read_mask(path: Path) -> Image.Image:
-    """Return a mask file upright as mode L, white where the picture counts. Raises as `read_image` does."""
+    """Return a mask file upright as mode L, white where the image counts. Raises as `read_image` does."""
     image = read_image(path, background="#000000")
     plane = image.planes[0]
     return mask_from_array(np.asarray(plane)) if plane.mode == "F" else plane.convert("L")
 
 
 def image_from_array(pixels: Pixels, *, background: str = "#ffffff") -> UprightImage:
-    """Return an in-memory image (H, W, 3 or 4) float32 in 0..1 as a Picture, not rounded to 8 bits."""
+    """Return an in-memory image (H, W, 3 or 4) float32 in 0..1 without rounding to 8 bits."""
     alpha = None
     if pixels.shape[2] == 4:
         opacity: Pixels = np.clip(pixels[:, :, 3:], 0, 1)
@@ -97,15 +98,16 @@ def mask_from_array(mask: Pixels) -> Image.Image:
 
 
 def crop_mask(mask: Image.Image, image_size: Size, box: Box, size: Size) -> NDArray[np.uint8]:
-    """Return the part of a mask under the image's crop, averaged to `size` (the latent's), as (H, W) uint8.
+    """Return the part of a mask under the image's crop, averaged to `size` (that of the latents), (H, W)
+    uint8.
 
-    The mask may be larger or smaller than the image but must have its shape. Raises BadImage if not.
+    The mask may have another size than the image, but must have the same shape; otherwise raises BadImage.
     """
     across, down = mask.width / image_size[0], mask.height / image_size[1]
     if abs(across / down - 1) > 0.02 + 1 / min(mask.size):
         raise BadImage(
             f"the mask is {mask.width} x {mask.height} px and the image {image_size[0]} x {image_size[1]}; "
-            "draw the mask in the image's shape"
+            "make the mask the image's shape"
         )
     scaled = (
         box[0] * across,
@@ -126,13 +128,13 @@ def _color(image: Image.Image, background: str) -> tuple[tuple[Image.Image, ...]
         paper = Image.new("RGB", image.size, background)
         paper.paste(color, mask=alpha)
         return (paper,), alpha
-    if image.mode not in ("RGB", "L", "CMYK"):  # those that profiles are made for
+    if image.mode not in ("RGB", "L", "CMYK"):  # the modes that profiles are for
         image = image.convert("RGB")
     return (_to_srgb(image, image.info.get("icc_profile")),), None
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Return the image in sRGB, mode RGB. A missing or useless profile counts as sRGB, as in every viewer."""
+    """Return the image in sRGB, mode RGB. A missing or broken profile counts as sRGB, as in every viewer."""
     if profile:
         try:
             source = ImageCms.ImageCmsProfile(io.BytesIO(profile))

@@ -1,4 +1,4 @@
-"""Images that are in memory (a graph's IMAGE batch) as a dataset, on the same path as those from a folder."""
+"""Images in memory (an IMAGE of a graph) as a dataset, handled like images from a folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def from_images(
 ) -> ImageSet:
     """Make a dataset of images (B, H, W, 3 or 4) in 0..1, or of several such batches of different sizes.
 
-    `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the picture counts, and
-    are left aside where the settings take none, or the pictures' transparency.
-    Raises UserError if the numbers do not match, an image is empty or too small, or a caption is missing.
+    `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the image counts; they
+    are ignored if the settings use no masks, or transparency. Raises UserError if the numbers do not match,
+    an image is empty or too small, or a caption is missing.
     """
     config = config or DatasetConfig()
     pixels = _split_batches([images] if isinstance(images, Tensor) else images, 4)
@@ -47,14 +47,14 @@ def from_images(
 
 
 def _split_batches(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
-    """Return every image of the batches by itself; a tensor of one dimension less is one image."""
-    rows: list[Tensor] = []
+    """Return the single images of the batches; a tensor with one dimension less is one image."""
+    single: list[Tensor] = []
     for batch in batches:
         batch = batch[None] if batch.ndim == dims - 1 else batch
         if batch.ndim != dims or not batch.numel():
             raise UserError(f"expected a batch of {dims} dimensions, got shape {tuple(batch.shape)}.")
-        rows += batch.detach().to("cpu", torch.float32).unbind(0)
-    return rows
+        single += batch.detach().to("cpu", torch.float32).unbind(0)
+    return single
 
 
 def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sample:
@@ -65,7 +65,7 @@ def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sam
             f"{name}: shape {tuple(image.shape)}; images are (height, width, 3), {MIN_SIDE} px or more."
         )
     if not torch.isfinite(image).all():
-        raise UserError(f"{name}: holds NaN or infinite values; look at the node that made it.")
+        raise UserError(f"{name}: has NaN or infinite values; check the node that made it.")
     if not text and config.caption.missing == "error":
         raise UserError(f"{name}: no caption; write one, or set {NO_CAPTION}.")
     try:

@@ -1,6 +1,6 @@
-"""Opening an image file with care: its size and kind, and whether it is whole, mostly without decoding it.
+"""Open image files carefully: their size and kind, and whether they are complete, mostly without decoding.
 
-The one rule: every file that cannot be used raises BadImage with a reason a person can act on.
+The one rule: every unusable file raises BadImage with a reason that a person can act on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif"))
 HEIC = frozenset((".heic", ".heif"))
-"""Photos as phones keep them, read only where something in ComfyUI taught Pillow to (pillow-heif does)."""
+"""Photos of phones; read only if another package has added the format to Pillow (as pillow-heif does)."""
 MIN_SIDE = 8
-"""Pixels. Smaller images carry nothing to learn from; they are thumbnails or placeholders."""
+"""Pixels; smaller images are thumbnails or placeholders and teach nothing."""
 MAX_PIXELS = 178_956_970
-"""Pillow's limit against decompression bombs, kept here because other software in the process may lift it."""
+"""Pillow's limit against decompression bombs, which other software in the process may have lifted."""
 
-# Others (EPS starts Ghostscript, PDF, FITS, ...) have no place in a training folder.
+# No others: EPS would start Ghostscript, and PDF, FITS and the like are no training images.
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "HEIF", "BMP", "DIB", "TIFF", "GIF")
 
 
@@ -43,18 +43,18 @@ class BadImage(UserError):
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of an image without decoding it."""
+    """What an image file says without being decoded."""
 
     width: int
     """Pixels, upright."""
     height: int
     has_alpha: bool
     encoded: tuple[Size, ...] = ()
-    """Of a latent file the sizes in pixels in which it holds the picture."""
+    """For a latent file: the image sizes in pixels that it has latents for."""
 
 
 def read_header(path: Path) -> Header:
-    """Return size and kind of an image file, decoding it only if its end looks cut off.
+    """Return the header of an image file, decoding the file only if it looks truncated.
 
     Raises BadImage if it cannot be used, OSError if it cannot be read.
     """
@@ -70,7 +70,7 @@ def read_header(path: Path) -> Header:
 
 
 def open_image(path: Path) -> Image.Image:
-    """Return an image, not decoded yet, to be closed. Raises BadImage if it is none, or cannot be read."""
+    """Return an image, not decoded yet, for the caller to close. Raises BadImage if it is unusable."""
     try:
         require_ordinary(path)
         if path.stat().st_size == 0:
@@ -92,7 +92,7 @@ def open_image(path: Path) -> Image.Image:
 
 @lru_cache(maxsize=1)
 def _formats() -> tuple[str, ...]:
-    """Return those of _FORMATS that this Pillow knows; it fails on a name that it does not."""
+    """Return those of _FORMATS that this Pillow knows; it fails on unknown names."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
@@ -107,9 +107,9 @@ def decode(image: Image.Image) -> None:
 
 
 class _Strictness:
-    """While entered, by however many threads, Pillow does not fill in what is missing with gray.
+    """A context in which Pillow does not fill truncated images with gray, for any number of threads.
 
-    Other software in the process may have told it to, and gets its setting back.
+    Other software in the process may have set that, and gets its setting back.
     """
 
     def __init__(self) -> None:
@@ -167,9 +167,9 @@ def has_alpha(image: Image.Image) -> bool:
 
 
 def _looks_complete(path: Path, image: Image.Image) -> bool:
-    """Return whether the file ends where its format puts the end.
+    """Return whether the file ends where its format says.
 
-    Software appends to files, so False only means that the image has to be decoded to be sure.
+    Some software appends data, so False only means that the image must be decoded to be sure.
     """
     with path.open("rb") as file:
         head = file.read(12)
@@ -192,7 +192,7 @@ def _looks_complete(path: Path, image: Image.Image) -> bool:
 
 
 def _tiff_end(image: TiffImageFile) -> float:
-    """Return where the last strip or tile of a TIFF ends; infinity if it does not say."""
+    """Return where the last strip or tile of a TIFF ends; infinity if unknown."""
     tags = image.tag_v2
     for offsets, counts in ((273, 279), (324, 325)):
         if offsets in tags and counts in tags:
@@ -201,7 +201,7 @@ def _tiff_end(image: TiffImageFile) -> float:
 
 
 def _boxes_end(file: BinaryIO) -> int:
-    """Return where the last box of an ISO media file (AVIF, HEIC) ends; -1 if it cannot be told."""
+    """Return where the last box of an ISO media file (AVIF, HEIC) ends; -1 if unknown."""
     place = 0
     while len(head := _at(file, place, 16)) >= 8:
         length = int.from_bytes(head[:4], "big")

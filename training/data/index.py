@@ -1,7 +1,7 @@
-"""Where every encoded sample is: the keys of its tensors, in arrays of about 120 bytes a sample.
+"""The keys of all encoded tensors, in arrays of about 120 bytes per sample.
 
-An entry is one image at one resolution. It has one or several views (crops, mirror images), its image one or
-several texts; ragged lists are kept as one flat array and the places where each begins.
+An entry is one image at one resolution. It has one or more views (crops, mirror images), and its image has
+one or more texts. Lists of different lengths are one flat array and the positions where each list begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_MASK = bytes(KEY_BYTES)
 
 @dataclass(frozen=True, repr=False)
 class SourceRules:
-    """What holds for all samples of one source."""
+    """Settings shared by all samples of one source."""
 
     weight: float
     outside: float
@@ -80,7 +80,7 @@ class Index:
         return bytes(self.mask_keys[view]) if len(self.mask_keys) else NO_MASK
 
     def digest(self, entries: NDArray[np.int32]) -> str:
-        """Return 32 hex digits that change with anything that decides what these entries hold."""
+        """Return 32 hex digits that change with anything that changes these entries' batches."""
         state = hashlib.blake2b(repr((self.buckets, self.rules)).encode(), digest_size=16)
         samples = self.sample[entries]
         parts: list[NDArray[Any]] = [
@@ -98,7 +98,7 @@ class Index:
 
 
 class IndexBuilder:
-    """Collects samples one by one, in packed columns."""
+    """Collects samples one by one, in compact columns."""
 
     def __init__(self, rules: Iterable[SourceRules]) -> None:
         self._rules = tuple(rules)
@@ -166,7 +166,7 @@ def _keys(block: bytearray) -> Keys:
 
 
 def _gather(start: Ints, flats: Sequence[NDArray[Any]], rows: NDArray[np.int32]) -> list[NDArray[Any]]:
-    """Return the lengths of the chosen rows and, of each flat array, their items."""
+    """Return the lengths of the chosen rows, and their items from each flat array."""
     lengths = start[rows + 1] - start[rows]
     before = np.cumsum(lengths) - lengths
     places = np.repeat(start[rows] - before, lengths) + np.arange(int(lengths.sum()))

@@ -1,12 +1,12 @@
-"""Latents that kohya's sd-scripts cached beside a picture, taken for the picture: name.npz, or, newer,
-name_1024x0768_sdxl.npz, where the size is the picture's.
+"""Latents cached by kohya's sd-scripts, used in place of a missing image: name.npz, or, in newer versions,
+name_1024x0768_sdxl.npz with the size of the image.
 
-The one rule: a file whose numbers cannot be brought to what the VAE makes is a BadImage with its reason.
+The one rule: if a file's numbers cannot be converted to the VAE's own latents, it is a BadImage with a
+reason.
 
-Such a file keeps no crop that could be relied on: `crop_ltrb` follows from the two aspect ratios alone and
-lies on the side that was not cut. But sd-scripts caches nothing but the middle of a picture that was resized
-to cover its bucket, which is this package's center crop (`bucket.crop_box`). With its bucket_no_upscale the
-picture is cut by up to a bucket step more.
+The crop in such a file is unreliable: `crop_ltrb` follows from the two aspect ratios alone, and is on the
+side that was not cut. But sd-scripts always caches the center of an image resized to cover its bucket, which
+is our center crop (`bucket.crop_box`). With bucket_no_upscale, up to one more bucket step is cut off.
 """
 
 from __future__ import annotations
@@ -31,43 +31,40 @@ from .image import mask_from_array
 from .image_file import BadImage, Header, require_size
 
 CELL = 8
-"""Pixels per latent cell, along one side, of every VAE whose latents sd-scripts caches."""
+"""Pixels per latent cell, along one side, for every VAE whose latents sd-scripts caches."""
 _EXTENSION = ".npz"
 _TEXT_ENDINGS = ("_te", "_te_outputs")
-"""How the names of cached text encodings end."""
+"""Endings of the names of cached text encodings."""
 _NAME = re.compile(r"(.+)_\d{4,}x\d{4,}_([a-z0-9]+)")
-_REMEDY = "put the picture itself beside it, to be encoded anew, or remove the file"
+_REMEDY = "put the image itself beside it, to be encoded again, or remove the file"
 
 
 def is_latent_file(file: str) -> bool:
-    """Return whether a file's name is that of latents, not of text encodings."""
+    """Return whether a file's name is that of latents and not of text encodings."""
     path = PurePosixPath(file)
     return path.suffix.lower() == _EXTENSION and not path.stem.endswith(_TEXT_ENDINGS)
 
 
 def stem_of(file: str) -> str:
-    """Return what an image or latent file shares with its caption: the name without extension and size."""
+    """Return the name of an image or latent file without extension and size, as its caption has it."""
     match = _match(file)
     return match[1] if match else PurePosixPath(file).stem
 
 
 def architecture_of(file: str) -> str:
-    """Return for which model the latents were made; "" if the name of the file does not say."""
+    """Return the model that the latents are for; "" if the file's name does not say."""
     match = _match(file)
     return match[2] if match else ""
 
 
 def read_latent_header(path: Path) -> Header:
-    """Return the size of the picture that latents were made of, and theirs, without reading them.
-
-    Raises BadImage if they cannot be used.
-    """
+    """Return the header of a latent file, without reading the latents. Raises BadImage if it is unusable."""
     if (architecture := architecture_of(path.name)) not in latent_scales():
-        raise BadImage(f"how latents of {architecture!r} are scaled is not known; {_REMEDY}")
+        raise BadImage(f"the scale of latents for {architecture!r} is unknown; {_REMEDY}")
     with _open_archive(path) as archive:
         sizes = _sizes(archive)
         if not sizes:
-            raise BadImage(f"holds no 'latents', but {', '.join(_keys(archive)) or 'nothing'}; {_REMEDY}")
+            raise BadImage(f"has no 'latents', but {', '.join(_keys(archive)) or 'nothing'}; {_REMEDY}")
         for size in sizes:
             require_size(*size)
         width, height = _original_size(archive, next(iter(sizes.values())))
@@ -77,23 +74,23 @@ def read_latent_header(path: Path) -> Header:
 
 
 def read_latents(path: Path, size: Size, shape: tuple[int, ...]) -> Tensor:
-    """Return the latents of a picture of `size` pixels as the VAE made them, `shape` float32.
+    """Return the latents of an image of `size` pixels as the VAE makes them, `shape` float32.
 
-    Raises BadImage if the file does not hold them, or they are of another shape or not finite.
+    Raises BadImage if they are missing, not finite or of another shape.
     """
     scale, shift = latent_scales()[architecture_of(path.name)]
     with _open_archive(path) as archive:
         key = f"latents{_sizes(archive)[size]}"
         stored, _ = _kind(archive, key)
         if stored != shape:
-            raise BadImage(f"its latents are {stored}, and this VAE makes {shape} of that size; {_REMEDY}")
+            raise BadImage(f"its latents are {stored}, but this VAE makes {shape} at that size; {_REMEDY}")
         return torch.from_numpy(_read(archive, key)) / scale + shift
 
 
 def read_opacity(path: Path, size: Size) -> Image:
-    """Return the opacity over the latents of `size` pixels, in their shape: mode L, opaque is white.
+    """Return the opacity mask for the latents of `size` pixels, mode L, opaque is white.
 
-    Raises BadImage if it cannot be used.
+    Raises BadImage if it is unusable.
     """
     with _open_archive(path) as archive:
         key = f"alpha_mask{_sizes(archive)[size]}"
@@ -110,7 +107,7 @@ def _match(file: str) -> re.Match[str] | None:
 
 @contextmanager
 def _open_archive(path: Path) -> Iterator[ZipFile]:
-    """Give the file to read from, and turn whatever goes wrong meanwhile into a BadImage."""
+    """Yield the opened file, and turn every error while it is read into BadImage."""
     try:
         require_ordinary(path)
         with ZipFile(path) as archive:
@@ -128,9 +125,9 @@ def _keys(archive: ZipFile) -> list[str]:
 
 
 def _sizes(archive: ZipFile) -> dict[Size, str]:
-    """Return the sizes in pixels of a file's latents -> the ending of the keys that belong to each.
+    """Return image size in pixels -> the ending of its keys.
 
-    Newer files may hold a picture in several sizes, as latents_96x128 (height, width) and so on.
+    Newer files may have an image in several sizes, under keys such as latents_96x128 (height, width).
     """
     sizes = {}
     for match in (re.fullmatch(r"latents((?:_\d+x\d+)?)", key) for key in _keys(archive)):
@@ -145,7 +142,7 @@ def _sizes(archive: ZipFile) -> dict[Size, str]:
 def _original_size(archive: ZipFile, suffix: str) -> Size:
     key = f"original_size{suffix}"
     if key not in _keys(archive):
-        raise BadImage(f"does not say the size of its picture ('{key}' is missing); {_REMEDY}")
+        raise BadImage(f"does not say the size of its image ('{key}' is missing); {_REMEDY}")
     shape, dtype = _kind(archive, key)
     if shape != (2,) or dtype.kind not in "iuf":
         raise BadImage(f"its {key} are {shape} of {dtype}, not width and height; {_REMEDY}")

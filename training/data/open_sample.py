@@ -1,7 +1,7 @@
-"""Opening a sample, from a file or from memory: its pixels and mask, and digests of what they hold.
+"""Open a sample, from a file or from memory: its pixels and mask, and digests of their content.
 
-The one rule: pixels are never taken for those of another file. Sizes and dates are compared with the scan's
-before a digest is made and after pixels are read, as the digest is the key to the result.
+The one rule: pixels never count as those of another file. As the digest is the key of the result, size and
+date are compared with the scan's before a digest is made and after pixels are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALPHA = ("alpha", "auto")
 def open_sample(source: Source, sample: Sample) -> tuple[UprightImage, Image | None]:
     """Return an image's pixels and its mask (mode L), if it has one.
 
-    Raises BadImage if either cannot be used, or the file is not the one that was scanned.
+    Raises BadImage if either is unusable, or the file has changed since the scan.
     """
     background, mask = source.config.background, None
     if source.root is None:
@@ -45,10 +45,10 @@ def open_sample(source: Source, sample: Sample) -> tuple[UprightImage, Image | N
 def open_latents(
     source: Source, sample: Sample, size: Size, shape: tuple[int, ...]
 ) -> tuple[Tensor, Image | None]:
-    """Return a latent file's latents of `size` pixels, `shape` float32, and the mask (mode L) in it, if any.
+    """Return a latent file's latents for `size` pixels, `shape` float32, and its mask (mode L), if any.
 
-    That mask lies over the crop; the one of `mask_file` lies over the whole picture.
-    Raises BadImage if they cannot be used, or the file is not the one that was scanned.
+    That mask covers the crop; a mask of `mask_file` covers the whole image.
+    Raises BadImage if they are unusable, or the file has changed since the scan.
     """
     path = source.path(sample.name)
     _require_unchanged(source, sample)
@@ -60,9 +60,9 @@ def open_latents(
 
 
 def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) -> tuple[bytes, bytes]:
-    """Return 16-byte digests of what the image and its mask hold; the mask's is empty if there is none.
+    """Return 16-byte digests of the content of an image and of its mask; the latter is empty without a mask.
 
-    `digest` makes a file's. Raises BadImage if a file is gone, unreadable or not the one that was scanned.
+    `digest` is for files. Raises BadImage if a file is gone, unreadable or changed since the scan.
     """
     if source.root is None:
         number = _number(sample)
@@ -79,7 +79,7 @@ def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) 
 
 
 def mask_file(source: Source, sample: Sample) -> Image | None:
-    """Return the mask that lies beside an image, in mode L. Raises BadImage if it cannot be used."""
+    """Return the mask file beside an image, in mode L. Raises BadImage if it is unusable."""
     with _naming_mask(sample):
         return read_mask(source.path(sample.mask)) if sample.mask else None
 

@@ -1,8 +1,8 @@
-"""In which order samples are seen: a pure function of (seed, index), so there is no sampler state to save.
+"""The order of samples: a pure function of (seed, index), so there is no sampler state to save.
 
-The one rule: in an epoch every entry is seen exactly its repeats' number of times. Each bucket is shuffled
-and cut into batches of its own, the last one smaller where uneven; then all batches are shuffled together. So
-no bucket starves or is seen more often than its images ask for, and no image is dropped.
+The one rule: an epoch shows every entry exactly `repeats` times. Each bucket is shuffled and cut into batches
+(the last one may be smaller); then the batches of all buckets are shuffled. So every bucket is seen as often
+as its images require, and no image is dropped.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Order:
         self._repeats = repeats
         self._by_bucket = np.argsort(buckets, kind="stable").astype(np.int32)
         self.visits: Ints = np.bincount(buckets, repeats).astype(np.int64)
-        """(buckets,) how many samples an epoch shows of each."""
-        # One epoch's order is kept: 4 bytes a visit. At a million samples a new one takes a few hundredths of
-        # a second.
+        """(buckets,): samples of each that an epoch shows."""
+        # The order of one epoch: 4 bytes per visit. A new one takes a few hundredths of a second at a million
+        # samples.
         self._cached: tuple[tuple[int, int, int], NDArray[np.int32], Ints] | None = None
 
     def steps(self, size: int) -> int:
@@ -53,11 +53,11 @@ class Order:
         return entries[start : min(start + size, int(self.visits[: bucket + 1].sum()))]
 
     def _batches(self, size: int) -> Ints:
-        """Return (buckets,) how many batches an epoch takes from each."""
+        """Return (buckets,): batches of each in an epoch."""
         return -(-self.visits // size)
 
     def _epoch(self, size: int, seed: int, epoch: int) -> tuple[NDArray[np.int32], Ints]:
-        """Return the entries in the order in which each bucket shows them, and the order of the batches."""
+        """Return the entries, bucket by bucket in shuffled order, and the order of the batches."""
         key = (size, 0, 0) if self._steady else (size, seed, epoch)
         if self._cached is None or self._cached[0] != key:
             entries = np.repeat(self._by_bucket, self._repeats[self._by_bucket])

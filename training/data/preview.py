@@ -1,4 +1,4 @@
-"""What the model will see, as a picture: images with their crop, bucket and caption as trained."""
+"""A preview of a dataset: a sheet of images with crop, bucket and caption as trained."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def preview(
     cell: int = 320,
     on_progress: OnProgress = no_progress,
 ) -> Tensor:
-    """Draw images spread evenly over the set, each whole, with what is cropped away or masked out darkened.
+    """Draw images spread evenly over the set; areas outside the crop or the mask are darkened.
 
-    `step` is the encoder's `bucket_step`, `cell` a picture's width in pixels. Below each: bucket, share cut
-    off, enlarging, and the first caption as the text encoder gets it. Returns (1, H, W, 3) float32 in 0..1.
-    `on_progress` may raise to cancel.
+    `step` is the encoder's `bucket_step`, `cell` the width of an image in pixels. Below each image: its
+    bucket, the share cut off, enlarging, and the first caption as trained. Returns (1, H, W, 3) float32 in
+    0..1. `on_progress` may raise to cancel.
     """
     chosen = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)).tolist()
     cells = list(
@@ -78,13 +78,13 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
         pixels = pixels * (np.float32(0.35) + np.float32(0.65) * weights)
     image = _with_crop(Image.fromarray((pixels * 255).astype(np.uint8)), views[-1], scale)
     drawn.paste(image, (_MARGIN + (cell - size[0]) // 2, _MARGIN + (cell - size[1]) // 2))
-    name = f"{sample.name} (latents, no picture)" if sample.encoded else sample.name
+    name = f"{sample.name} (latents, no image)" if sample.encoded else sample.name
     _write(drawn, [name, *(_fit(view, sample) for view in views[-2:]), text], cell)
     return drawn
 
 
 def _drawable(source: Source, sample: Sample) -> tuple[UprightImage, Image.Image | None]:
-    """Return an image's pixels and mask; a single gray pixel where there are only latents."""
+    """Return an image's pixels and mask; a single gray pixel for a latent file."""
     if not sample.encoded:
         return open_sample(source, sample)
     return image_from_array(np.full((1, 1, 3), 0.5, np.float32)), mask_file(source, sample)

@@ -1,4 +1,4 @@
-"""Reading ahead in threads, so that reading overlaps with what is done with it, and Cancel need not wait."""
+"""Load items ahead in threads, so that reading overlaps with computing and Cancel works at once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 LOADERS = min(4, os.cpu_count() or 1)
-"""Threads that read, and how many results at most are ready before they are asked for."""
+"""Threads that load, and the most results that are ready in advance."""
 _SECONDS = 0.25
-"""Between two looks at whether Cancel was pressed."""
+"""Seconds between checks for Cancel."""
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
 def load_ahead(load: Callable[[A], B], items: Sequence[A], report: Callable[[int], None]) -> Iterator[B]:
-    """Yield load(item) in order; threads load the next few meanwhile, outside Python's lock.
+    """Yield load(item) in order, while threads load the next few.
 
-    `report` gets how many are done, before each, in the end, and again and again while one is waited for; it
-    may raise to cancel. What the threads have begun then ends by itself.
+    `report` is called with the number done: before each item, repeatedly while waiting for it, and at the
+    end. It may raise to cancel; loads that have begun then finish on their own.
     """
     pool = ThreadPoolExecutor(LOADERS)
     try:

@@ -1,7 +1,4 @@
-"""A dataset in words.
-
-How many images, in which buckets, how often each is seen, what was cut off or left out.
-"""
+"""Summaries of a dataset for people: images, buckets, repeats, and what is cut off or left out."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from .samples import ImageSet, Skipped
 
 
 def summary(images: ImageSet) -> str:
-    """Return what a scan found.
+    """Return a text about the result of a scan.
 
-    Images and repeats by folder, those without caption, settings of no effect, other files, folders not read,
-    every file left out.
+    Images and repeats per folder, missing captions, settings without effect, other files, folders not read,
+    and every file left out.
     """
     table = images.samples
     bare: Counter[int] = Counter()
@@ -39,7 +36,7 @@ def summary(images: ImageSet) -> str:
             f"loss weight {source.config.weight:g}"
         )
         if encoded[place]:
-            lines.append(f"Latents (.npz) in place of the picture: {encoded[place]}")
+            lines.append(f"Latents (.npz) in place of the image: {encoded[place]}")
         if bare[place]:
             text = finish("", source.config)
             shown = f'"{text}" alone' if text else "an empty one"
@@ -51,12 +48,12 @@ def summary(images: ImageSet) -> str:
         )
         lines.append(f"Not images: {others}")
     if images.unread:
-        lines.append(f"Folders in the folder that are not read ('recursive' is off): {images.unread}")
+        lines.append(f"Subfolders that are not read ('recursive' is off): {images.unread}")
     return "\n".join([*lines, *_skipped(images.skipped)])
 
 
 def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
-    """Return what is trained: images, buckets, steps per epoch, what is cropped, enlarged and left out."""
+    """Return a text about the training data: images, buckets, steps per epoch, cropping, files left out."""
     index, entries = dataset.index, dataset.entries
     samples = np.unique(index.sample[entries])
     texts = int((index.text_start[samples + 1] - index.text_start[samples]).sum())
@@ -84,7 +81,7 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
 
 
 def _crop_lines(dataset: EncodedDataset) -> list[str]:
-    """Return how much of the images is cut off, and which are enlarged."""
+    """Return lines on how much is cut off and how many images are enlarged."""
     index, entries = dataset.index, dataset.entries
     sizes = index.sizes[index.sample[entries]].astype(np.float64)
     buckets = np.array(index.buckets, np.float64)[index.bucket[entries]]

@@ -1,7 +1,7 @@
-"""Turning the name of a dataset into its folder, and keeping it inside the folders that may be read.
+"""Turn the name of a dataset into its folder, which must be inside a folder that may be read.
 
-The one rule: what a graph names is a path inside ComfyUI's input folder or a folder that its owner registered
-in extra_model_paths.yaml; a graph from a stranger reads nothing else.
+The one rule: a graph can only name folders inside ComfyUI's input folder or a folder registered in
+extra_model_paths.yaml; a graph from a stranger reads nothing else.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..user_error import UserError
 KIND = "graft_datasets"
 """Key in extra_model_paths.yaml."""
 RENAMED = {"demo": "starter"}
-"""Roots that had another name: what saved graphs call them -> what they are called now."""
+"""Old name of a root, as in saved graphs -> its name now."""
 LOOKED_AT, OF_EACH = 20_000, 500
-"""Entries looked at for folders in folders, in all and of each: the menu is made whenever a page loads."""
+"""Most entries searched for subfolders, in total and per folder: the menu is made at every page load."""
 
 
 def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
-    """Return the folder called `name`, as `list_datasets` names it or else in any of `roots`.
+    """Return the folder called `name`: a name of `list_datasets`, or a path inside any of `roots`.
 
-    Raises UserError if the name is empty, absolute or holds "..", if two folders have it, if its folder lies
-    elsewhere (a link out of the root) or there is none; the message prints lines to register it.
+    Raises UserError if the name is empty, absolute or contains "..", if two folders or none match, or if the
+    folder is a link out of its root; the message has the lines to register it.
     """
     parts = PurePosixPath(name.strip().replace("\\", "/")).parts
     if not parts or "\0" in name:
@@ -43,18 +43,16 @@ def resolve_dataset(name: str, roots: Sequence[str | os.PathLike[str]]) -> Path:
         there = {os.path.realpath(folder): (folder, root) for folder, root in places if folder.is_dir()}
         if len(there) > 1:
             folders = " and ".join(str(folder) for folder, _ in there.values())
-            raise UserError(f"dataset {name!r} is the name of {folders}; rename one of them.")
+            raise UserError(f"dataset {name!r} is the name of both {folders}; rename one of them.")
         for folder, root in there.values():
             _require_inside(folder, root, name, roots)
             return folder
     known = ", ".join(list_datasets(roots)[:20]) or "none"
-    raise UserError(
-        f"dataset {name!r} not found. Folders there are: {known}. {_how_to_register(None, roots)}"
-    )
+    raise UserError(f"dataset {name!r} not found. The folders are: {known}. {_how_to_register(None, roots)}")
 
 
 def _places(parts: tuple[str, ...], roots: Sequence[Path]) -> Iterator[list[tuple[Path, Path]]]:
-    """Yield the (folder, root) that a name in the menu may mean, then those of looser names."""
+    """Yield the (folder, root) pairs that a name may mean: names of the menu first, then looser ones."""
     beside = [(root.joinpath(*parts), root) for root in roots]
     below = [(root.joinpath(*parts[1:]), root) for root in roots]
     named = [(folder, root) for folder, root in below if root.name == parts[0]]
@@ -64,9 +62,9 @@ def _places(parts: tuple[str, ...], roots: Sequence[Path]) -> Iterator[list[tupl
 
 
 def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the names that can be chosen: folders in the first root (ComfyUI's input), then registered ones.
+    """Return the names for the menu: folders in the first root (ComfyUI's input), then registered ones.
 
-    Of a root come the folders in it and the folders in those, within LOOKED_AT and OF_EACH.
+    Each root gives its folders and their subfolders, within LOOKED_AT and OF_EACH.
     `resolve_dataset` takes any folder, however deep ("photos/2024/cats").
     """
     budget = iter(range(LOOKED_AT))
@@ -83,12 +81,12 @@ def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def _folders(folder: Path, budget: Iterator[int]) -> list[str]:
-    """Return the names of the folders in a folder, sorted; takes one of `budget` for each entry looked at."""
+    """Return the names of the subfolders, sorted; takes one of `budget` for each entry searched."""
     try:
         with os.scandir(folder) as entries:
             seen = [entry for _, entry in zip(budget, entries, strict=False)]
             return sorted(entry.name for entry in seen if entry.name[0] != "." and entry.is_dir())
-    except OSError:  # not to be read: nothing to choose there
+    except OSError:  # unreadable: nothing to choose
         return []
 
 
@@ -105,7 +103,7 @@ def _require_inside(folder: Path, root: Path, name: str, roots: Sequence[str | o
 
 
 def is_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:
-    """Return whether `path`, its links followed, is `root` or lies below it."""
+    """Return whether `path`, with links resolved, is `root` or below it."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
@@ -123,7 +121,7 @@ def _first(roots: Sequence[str | os.PathLike[str]]) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Return text as a YAML string, quoted where it could be taken for a number, a date or a mapping."""
+    """Return text as a YAML string, quoted if it could be read as a number, a date or a mapping."""
     reserved = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
     if re.fullmatch(r"[A-Za-z/][\w./\\:-]*", text) and text[-1] != ":" and text.lower() not in reserved:
         return text

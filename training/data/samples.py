@@ -1,7 +1,7 @@
-"""Captioned images as they were found: the value that Load Dataset puts on its wire. No pixels are held.
+"""Captioned images from a scan, without pixels: the output of Load Dataset.
 
-A million `Sample` objects would take half a gigabyte, so an `ImageSet` keeps packed columns and makes a
-`Sample` when one is asked for.
+A million `Sample` objects would take half a gigabyte, so an `ImageSet` has compact columns and makes
+each `Sample` on access.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .bucket import Size
 from .config import DatasetConfig
 
 IN_MEMORY = "image-"
-"""Start of the names of images that come from the graph and not from a file."""
+"""Prefix of the names of images from a graph."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One captioned image, not opened."""
+    """A captioned image."""
 
     name: str
     """Path inside its folder, with forward slashes on every system."""
@@ -38,16 +38,13 @@ class Sample:
     """Pixels, after EXIF rotation."""
     height: int
     captions: tuple[str, ...]
-    """As written, before trigger, shuffling and the rest.
-
-    Several are alternatives. Never empty, may be ("",).
-    """
+    """As written, before trigger, shuffling and the rest; several are alternatives. Without one: ("",)."""
     repeats: int = 1
     mask: str = ""
     """Path of the mask file inside the folder; empty if there is none."""
     has_alpha: bool = False
     encoded: tuple[Size, ...] = ()
-    """Where the file holds latents: the sizes in pixels of the pictures that they show; () for an image."""
+    """For a latent file: the image sizes in pixels that it has latents for; () for an image."""
     bytes: int = 0
     mtime_ns: int = 0
     source: int = 0
@@ -69,9 +66,9 @@ class Source:
     config: DatasetConfig
     root: Path | None = None
     pixels: tuple[Tensor, ...] = field(default=(), repr=False)
-    """In-memory images (H, W, 3 or 4) float32 in 0..1; number i is the sample called IN_MEMORY + i."""
+    """In-memory images (H, W, 3 or 4) float32 in 0..1; image i is the sample named IN_MEMORY + i."""
     masks: tuple[Tensor, ...] = field(default=(), repr=False)
-    """In-memory masks (H, W) float32 in 0..1, or none at all."""
+    """In-memory masks (H, W) float32 in 0..1: one per image, or none."""
 
     @property
     def title(self) -> str:
@@ -83,7 +80,7 @@ class Source:
 
 
 class Strings(Sequence[str]):
-    """List of strings in one block of UTF-8: about 8 bytes a string on top of its text."""
+    """A list of strings in one block of UTF-8, with about 8 bytes per string on top of its text."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self._text = bytearray()
@@ -92,7 +89,7 @@ class Strings(Sequence[str]):
             self.append(string)
 
     def append(self, string: str) -> None:
-        # File names may hold bytes that are no valid UTF-8; Python keeps them as lone surrogates.
+        # File names may have bytes that are not valid UTF-8; Python represents them as lone surrogates.
         self._text += string.encode("utf-8", "surrogatepass")
         self._ends.append(len(self._text))
 
@@ -116,7 +113,7 @@ class Strings(Sequence[str]):
 
 
 class Texts(Sequence[str]):
-    """List of longer strings, compressed in blocks: fast to walk through, slower (0.1 ms) to pick from."""
+    """A list of longer strings, compressed in blocks: fast to iterate, slower (0.1 ms) to index."""
 
     _BLOCK = 256
 
@@ -156,7 +153,7 @@ class Texts(Sequence[str]):
 
 
 class SampleTable(Sequence[Sample]):
-    """List of samples in packed columns; once built, it does not change."""
+    """A list of samples in compact columns; once built, it does not change."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self.names = Strings()
@@ -169,7 +166,7 @@ class SampleTable(Sequence[Sample]):
             self.append(sample)
 
     def append(self, sample: Sample) -> None:
-        """Add a sample; only whoever builds the table calls this."""
+        """Add a sample, while the table is built."""
         self.names.append(sample.name)
         self._masks.append(sample.mask)
         self._encoded.append(" ".join(f"{width}x{height}" for width, height in sample.encoded))
@@ -215,13 +212,13 @@ class SampleTable(Sequence[Sample]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, without Python's own few."""
+        """Bytes of the columns."""
         texts = sum(part.nbytes for part in (self.names, self._masks, self._encoded, self._captions))
         return texts + 4 * len(self._small) + 8 * len(self._large)
 
 
 _SMALL = ("width", "height", "repeats", "source", "has_alpha")
-"""Numbers of a sample that fit 32 bits."""
+"""Fields of a sample that fit into 32 bits."""
 
 
 def _size(text: str) -> Size:
@@ -231,16 +228,16 @@ def _size(text: str) -> Size:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Samples with the settings to train them by, from one or several folders."""
+    """Samples from one or more folders, with their settings."""
 
     samples: SampleTable
     sources: tuple[Source, ...]
     skipped: tuple[Skipped, ...] = ()
-    """Files that cannot be used, which the user allowed to leave out."""
+    """Unusable files, left out with the user's permission."""
     ignored: tuple[tuple[str, int], ...] = ()
-    """Extensions that are no images, with their number of files."""
+    """Extensions of other files, with their number of files."""
     unread: int = 0
-    """Folders in the folder that were not read, because `recursive` is off."""
+    """Number of subfolders not read because `recursive` is off."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -250,11 +247,11 @@ class ImageSet:
 
 
 def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
-    """Return the images of several sets as one; each keeps its own settings, repeats and loss weight.
+    """Return several sets as one; each keeps its own settings, repeats and loss weight.
 
-    `shares` say how much of an epoch each set should fill, whatever its number of images: (1, 1) is half and
-    half. Repeats are multiplied by whole numbers that come within 5 % of that, or as near as sixteen times
-    allow. Raises UserError if there is no set, or not one positive share for each.
+    `shares` are the sets' parts of an epoch, whatever their numbers of images: (1, 1) is half and half.
+    Repeats are multiplied by whole numbers up to about sixteen, to within 5 % if possible. Raises UserError
+    if there is no set, or not one positive share for each.
     """
     if not sets:
         raise UserError("no datasets to join; connect at least one.")
@@ -276,7 +273,7 @@ def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
 
 
 def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """Return a whole number for each set, so that visits x number is about in proportion to the shares."""
+    """Return a whole factor for each set, so that visits x factor is about proportional to the shares."""
     if len(shares) != len(visits) or not all(0 < share < math.inf for share in shares):
         raise UserError(f"{len(visits)} datasets need {len(visits)} positive shares, got {list(shares)}.")
     wanted = [share / count for share, count in zip(shares, visits, strict=True)]
@@ -289,12 +286,11 @@ def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
 
 
 def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> UserError:
-    """Return the one error that names every file that cannot be used, with its reason and what to do; there
-    are `others` that can be.
-    """
+    """Return the error that names every unusable file, with its reason and what to do; `others` are
+    usable."""
     shown = [f"  {item.name}: {item.reason}" for item in bad[:100]]
     if len(bad) > len(shown):
         shown.append(f"  ... and {len(bad) - len(shown)} more")
-    advice = "Repair or remove them; of a folder, 'skip bad images' in Load Dataset trains without them."
-    advice = advice if others else "There is no other; repair or replace them."
+    advice = "Repair or remove them, or train a folder without them by 'skip bad images' in Load Dataset."
+    advice = advice if others else "There are no other images; repair or replace these."
     return UserError("\n".join([f"{what}: {len(bad)} file(s) cannot be used.", *shown, advice]))

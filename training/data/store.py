@@ -1,7 +1,7 @@
-"""The cache on disk: one small .safetensors file a key, shared by all runs that use the same folder.
+"""The cache on disk: one small .safetensors file per key, shared by all runs with the same folder.
 
-The one rule: a file under its final name is whole. It is written beside it and renamed, so a killed process
-leaves at most a temporary file, and two processes that encode the same image do not disturb each other.
+The one rule: a file under its final name is complete. It is written under a temporary name and renamed, so a
+killed process leaves at most a temporary file, and two processes can encode the same image.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DAY = 24 * 3600.0
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache folder holds, or what was removed from it."""
+    """Number and size of files in a cache folder, or of those removed from it."""
 
     files: int
     bytes: int
@@ -44,39 +44,39 @@ class Store:
         self.folder = Path(folder)
 
     def path(self, kind: str, key: bytes) -> Path:
-        """Return where an entry is or would be."""
+        """Return the path of an entry, present or not."""
         return Path(self._path(kind, key))
 
     def _path(self, kind: str, key: bytes) -> str:
-        # 256 folders keep each small with a million entries. A string: making a Path takes longer than `has`.
+        # In 256 folders, which stay small with a million entries. A string: a Path takes longer than `has`.
         name = key.hex()
         return os.path.join(self.folder, kind, name[:2], f"{name}.safetensors")
 
     def has(self, kind: str, key: bytes) -> bool:
-        """Return whether a whole entry is there; a damaged one is logged and counts as missing."""
+        """Return whether an entry exists and is complete; a damaged one is logged and counts as missing."""
         path = self._path(kind, key)
         try:
             with safe_open(path, framework="pt"):
                 pass
             if time.time() - os.stat(path).st_mtime > _DAY:
                 with suppress(OSError):  # another user's, or a folder that cannot be written
-                    os.utime(path)  # the date tells `clean` when the entry was last of use
+                    os.utime(path)  # `clean` goes by the date of the last use
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError, ValueError) as error:
-            log.warning("Cache entry %s is damaged (%s); it is made again.", path, error)
+            log.warning("Cache entry %s is damaged (%s) and is encoded again.", path, error)
             return False
         return True
 
     def size(self, kind: str, key: bytes) -> int:
-        """Return an entry's size on the disk in bytes; 0 if it is not there."""
+        """Return an entry's size on disk in bytes; 0 if it is missing."""
         try:
             return os.stat(self._path(kind, key)).st_size
         except OSError:
             return 0
 
     def read(self, kind: str, key: bytes) -> dict[str, Tensor]:
-        """Return an entry's tensors. Raises UserError if it is gone or damaged."""
+        """Return an entry's tensors. Raises UserError if it is missing or damaged."""
         path = self.path(kind, key)
         try:
             tensors: dict[str, Tensor] = load_file(path)
@@ -87,7 +87,7 @@ class Store:
             ) from error
 
     def write(self, kind: str, key: bytes, tensors: Mapping[str, Tensor]) -> None:
-        """Write an entry in one piece. Raises UserError if the folder cannot be written to."""
+        """Write an entry, complete or not at all. Raises UserError if the folder cannot be written to."""
         path = self.path(kind, key)
         temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{_TEMPORARY}")
         try:
@@ -113,15 +113,12 @@ class Store:
             ) from error
 
     def report(self) -> CacheReport:
-        """Return how many files the cache holds and how large they are."""
+        """Return the number and size of all files in the cache."""
         sizes = [entry.stat().st_size for entry in self._files()]
         return CacheReport(len(sizes), sum(sizes))
 
     def clean(self, *, unused_days: float) -> CacheReport:
-        """Remove entries that no run has used for so many days, and what killed runs left.
-
-        Return what was removed.
-        """
+        """Remove entries unused for so many days and leftovers of killed runs; return what was removed."""
         files = bytes = 0
         for entry in self._files():
             status = entry.stat()
@@ -132,7 +129,7 @@ class Store:
         return CacheReport(files, bytes)
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
-        """Yield files of the cache and nothing else, should somebody keep other things in its folder."""
+        """Yield the files of the cache only, even if its folder has other files."""
         for kind in KINDS:
             for parent in sorted((self.folder / kind).glob("[0-9a-f][0-9a-f]")):
                 with os.scandir(parent) as entries:
