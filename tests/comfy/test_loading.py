@@ -41,14 +41,14 @@ def entry(first, last):
     ("name", "content", "message"),
     [
         ("pickle.ckpt", b"\x80\x04", "only .safetensors"),
-        ("empty.safetensors", b"", "no safetensors file"),
+        ("empty.safetensors", b"", "not a safetensors file"),
         ("cut.safetensors", raw({"a": entry(0, 8)}, b"1234"), "the file is cut off"),
         ("overlap.safetensors", raw({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "overlap"),
-        ("huge.safetensors", struct.pack("<Q", 1 << 40) + b"{}", "no safetensors file"),
+        ("huge.safetensors", struct.pack("<Q", 1 << 40) + b"{}", "not a safetensors file"),
         ("nested.safetensors", raw(b'{"a":' * 100_000), "damaged"),
         ("text.safetensors", raw(b"{not json!"), "damaged"),
         ("other.safetensors", raw({"a": entry(0, 8)}, bytes(8)), r"recognizes|cannot load.*\S\); choose"),
-        ("list.safetensors", raw(b'["a"]'), "no safetensors file"),
+        ("list.safetensors", raw(b'["a"]'), "not a safetensors file"),
     ],
 )
 def test_a_file_that_is_no_base_model_is_refused_by_name(checkpoints, name, content, message):

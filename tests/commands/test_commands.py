@@ -208,7 +208,7 @@ def raw_file(path, header):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"__metadata__": ["kohya"]}, "metadata that are not names with texts"),
+        ({"__metadata__": ["kohya"]}, "its metadata is not a mapping of text to text"),
         (
             {"a\x1b[2Jb": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}},
             "names that cannot be printed",
@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(at, capsys, monkeypatc
 @pytest.mark.parametrize("command", COMMANDS)
 def test_missing_and_broken_files_are_one_line(at, command, capsys):
     Path(at("broken")).write_bytes(b"no")
-    for name, message in (("nowhere", "cannot be read"), ("broken", "no safetensors file")):
+    for name, message in (("nowhere", "cannot be read"), ("broken", "not a safetensors file")):
         for place in set(COMMANDS[command]) & {"base", "lora", "tuned"}:
             assert call(at, command, at("out"), **{place: at(name)}) == 2
             error = capsys.readouterr().err

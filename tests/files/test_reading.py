@@ -190,7 +190,7 @@ def test_a_pickle_is_refused_unopened(tmp_path, protocol):
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "lora.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         read_lora(path)
 
 

@@ -1,4 +1,4 @@
-"""Files of other people, whatever lies under their names: opening them does not wait, reading them ends."""
+"""Files from other people, of any kind: opening one never blocks, and reading one comes to an end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_FILE = "it is a pipe, a socket or a device, not a file"
 
 
 def is_ordinary(path: Path) -> bool:
-    """Say whether a path is a file or a folder: opening anything else may wait for ever, past Cancel."""
+    """Return whether a path is a file or a folder: opening anything else may block for ever, past Cancel."""
     mode = path.stat().st_mode
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
@@ -25,7 +25,7 @@ def require_ordinary(path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return a JSON value. Raises UserError for what is none, or nested too deep to be read."""
+    """Return a JSON value. Raises ValueError for invalid JSON, and UserError if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

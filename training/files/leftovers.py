@@ -1,6 +1,6 @@
-"""Temporary files and folders whose names say which process made them.
+"""Temporary files and folders with the process number in their names.
 
-So what a killed process left can be removed at once, and what a living one is writing stays.
+So leftovers of a killed process can be removed at once, while files of a running one stay.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOR_WORKERS, OF_WORKERS = "graft-gpus-", "graft-worker-"
-"""How the temporary folders begin by which a server and the processes that train for it exchange files, and
-those of these processes."""
+"""Prefixes of temporary folders: those where a server exchanges files with its training processes, and those
+of the processes themselves."""
 
 HOST = hashlib.blake2b(platform.node().encode("utf-8", "replace"), digest_size=3).hexdigest()
-"""Of this computer: others may write into the same folder over a network, and have process numbers too."""
+"""Digest of this computer's name; other computers on a network may write into the same folder."""
 
 
 def owned(prefix: str) -> str:
-    """Return how a name begins that this process gives."""
+    """Return `prefix` with the computer and number of this process, for names of temporary files."""
     return f"{prefix}{HOST}-{os.getpid()}-"
 
 
 def is_left_over(name: str, prefix: str) -> bool:
-    """Return whether a process of this computer that has ended gave `name`, which begins with `prefix`."""
+    """Return whether `name` begins with `prefix` and comes from an ended process of this computer."""
     match = re.match(rf"{re.escape(prefix)}{HOST}-([0-9]{{1,9}})-", name)
     return match is not None and not is_alive(int(match[1]))
 
 
 def is_alive(process: int) -> bool:
-    """Return whether the process of this number is running, True where nobody can tell."""
+    """Return whether this process number is running; True if unknown."""
     try:
         import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
     except ImportError:
@@ -50,14 +50,14 @@ def is_alive(process: int) -> bool:
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Yield a temporary folder of this process; those that others have left go first."""
+    """Yield a temporary folder of this process, after removing leftovers of others."""
     remove_folders(prefix)
     with tempfile.TemporaryDirectory(prefix=owned(prefix), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def remove_folders(prefix: str) -> None:
-    """Remove the temporary folders of this `prefix` whose processes have ended."""
+    """Remove the temporary folders with this `prefix` whose processes have ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         if is_left_over(folder.name, prefix):
             shutil.rmtree(folder, ignore_errors=True)

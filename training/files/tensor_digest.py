@@ -1,8 +1,8 @@
-"""Digests of tensors by their numbers: one file has one digest, whichever type ComfyUI keeps its weights in.
+"""Digests of tensors by their numbers, the same in every dtype that ComfyUI may keep a weight in.
 
-SHA-256, because current CPUs compute it in hardware: one core reads 1 to 2 GB/s, and tensors are dealt out to
-all cores. What a file holds is digested once and remembered; a tensor is then found there by a sample of its
-numbers.
+SHA-256, because current CPUs compute it in hardware: one core reads 1 to 2 GB/s, and the tensors are spread
+over all cores. The tensors of a file are digested once and remembered; a sample of its numbers identifies a
+tensor among them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from .tensor_file import FORMATS, TensorFile, as_bytes
 
 Known = MutableMapping[bytes, bytes]
-"""Sample of a tensor -> digest of the whole, for the tensors of one file or of one model. Never shared by
-several: two bases may differ in numbers that no sample looks at."""
+"""Sample of a tensor -> digest of the whole tensor, for one file or one model. Never shared: two bases may
+differ only in numbers outside the samples."""
 
 SIZE = 16
 """Bytes of a digest."""
 SAMPLED = 512
-"""Numbers that a sample looks at, evenly spaced."""
+"""Numbers in a sample, evenly spaced."""
 PIECE = 1 << 15
-"""Numbers that are converted at a time: they stay in a core's cache, and start no threads of PyTorch's."""
+"""Numbers converted at once: few enough for a core's cache, and not to start PyTorch's threads."""
 BATCH = 32
-"""Tensors between two looks at whether to go on."""
+"""Tensors between two checks for Cancel."""
 THREADS = min(8, os.cpu_count() or 1)
 
 A = TypeVar("A")
@@ -38,13 +38,13 @@ B = TypeVar("B")
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """Return the digest of a tensor's shape and of every number in it, on whatever device it is."""
+    """Return the digest of a tensor's shape and of all its numbers, on any device."""
     tensor = tensor.detach()
     return _digest(tensor, narrowest(tensor))
 
 
 def sample_digest(tensor: Tensor) -> bytes:
-    """Return the digest of a tensor's shape and of `SAMPLED` of its numbers; of floats, as float32."""
+    """Return the digest of a tensor's shape and of about `SAMPLED` of its numbers, floats as float32."""
     flat = tensor.detach().reshape(-1)
     picked = flat[:: max(1, len(flat) // SAMPLED)]
     state = hashlib.sha256(f"{tuple(tensor.shape)}".encode())
@@ -55,35 +55,35 @@ def sample_digest(tensor: Tensor) -> bytes:
 def digest_all(
     tensors: Mapping[str, Tensor], known: Known, poll: Callable[[], object] = int
 ) -> dict[str, bytes]:
-    """Return the digest of each tensor; those that `known` lacks are read whole, and added to it.
+    """Return the digest of each tensor. Tensors missing from `known` are read, and added to it.
 
-    `poll` is called now and then, and may raise to cancel.
+    `poll` is called regularly and may raise to cancel.
     """
     samples = {name: sample_digest(tensor) for name, tensor in tensors.items()}
     missing = [name for name, sample in samples.items() if sample not in known]
-    found: dict[str, bytes] = {}
+    digests: dict[str, bytes] = {}
     for names in _batches(missing):
         poll()
-        found.update(zip(names, _in_threads(tensor_digest, [tensors[name] for name in names]), strict=True))
-    known.update(_unambiguous((samples[name], digest) for name, digest in found.items()))
-    return {name: found.get(name) or known[sample] for name, sample in samples.items()}
+        digests.update(zip(names, _in_threads(tensor_digest, [tensors[name] for name in names]), strict=True))
+    known.update(_unambiguous((samples[name], digest) for name, digest in digests.items()))
+    return {name: digests.get(name) or known[sample] for name, sample in samples.items()}
 
 
 def digest_file(path: Path) -> dict[bytes, bytes]:
-    """Return what is known of the tensors of a .safetensors file, read once from beginning to end.
+    """Return sample -> digest for the tensors of a .safetensors file, read once from beginning to end.
 
     Raises UserError and OSError as `TensorFile` does.
     """
     file = TensorFile(path)
     readable = [n for n, entry in file.entries.items() if hasattr(torch, FORMATS[entry.format][1] or "-")]
-    found: list[tuple[bytes, bytes]] = []
+    pairs: list[tuple[bytes, bytes]] = []
     for names in _batches(sorted(readable, key=lambda name: file.entries[name].start)):
-        found += _in_threads(lambda name: (sample_digest(t := file[name]), tensor_digest(t)), names)
-    return _unambiguous(found)
+        pairs += _in_threads(lambda name: (sample_digest(t := file[name]), tensor_digest(t)), names)
+    return _unambiguous(pairs)
 
 
 def narrowest(tensor: Tensor) -> torch.dtype:
-    """Return the first of bf16, fp16 and fp32 that has all numbers of a float tensor, else its own type."""
+    """Return the first of bf16, fp16 and fp32 that represents a float tensor exactly, else its own dtype."""
     if tensor.is_floating_point():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             if tensor.dtype == dtype or (_fits(tensor.reshape(-1)[:SAMPLED], dtype) and _fits(tensor, dtype)):
@@ -92,11 +92,11 @@ def narrowest(tensor: Tensor) -> torch.dtype:
 
 
 def _unambiguous(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Return sample -> digest, without samples of several tensors that differ elsewhere."""
-    found: dict[bytes, set[bytes]] = {}
+    """Return sample -> digest, without samples that tensors with different digests share."""
+    digests: dict[bytes, set[bytes]] = {}
     for sample, digest in pairs:
-        found.setdefault(sample, set()).add(digest)
-    return {sample: digests.pop() for sample, digests in found.items() if len(digests) == 1}
+        digests.setdefault(sample, set()).add(digest)
+    return {sample: each.pop() for sample, each in digests.items() if len(each) == 1}
 
 
 def _batches(names: list[str]) -> Iterator[list[str]]:
@@ -110,7 +110,7 @@ def _in_threads(function: Callable[[A], B], values: Iterable[A]) -> list[B]:
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `dtype` has every number of the tensor; it has no NaN."""
+    """Return whether `dtype` represents every number of the tensor, and none is NaN."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     pieces = (piece.to(wide) for piece in _pieces(tensor))
     return all(torch.equal(piece.to(dtype).to(wide), piece) for piece in pieces)

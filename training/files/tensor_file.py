@@ -1,7 +1,7 @@
-"""Safetensors files: the header checked before it is believed, tensors read and written one at a time.
+"""Safetensors files: the header is checked before use, and tensors are read and written one at a time.
 
-A file is 8 bytes that say how long the header is, the header (JSON: name -> dtype, shape, data_offsets), and
-the tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
+A file is the length of the header in 8 bytes, the header (JSON: name -> dtype, shape, data_offsets), and the
+tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of one tensor."""
+    """One tensor in the header."""
 
     format: str
     """Key of FORMATS."""
     shape: tuple[int, ...]
     start: int = 0
-    """Byte of the file at which the tensor begins."""
+    """Byte of the file where the tensor begins."""
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * FORMATS[self.format][0] // 8
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a .safetensors file, each read from the disk when it is asked for."""
+    """The tensors of a .safetensors file; each access reads one from disk."""
 
     def __init__(self, path: Path, *, largest_header: int = LARGEST_HEADER) -> None:
         """Read and check the header.
 
-        Raises UserError naming the file when it cannot be read, is a pickle, is cut off or damaged.
+        Raises UserError naming the file if it cannot be read, is a pickle, or is truncated or damaged.
         """
         self.path = path
         header, body, end = _header(path, largest_header)
         try:
             metadata = header.pop("__metadata__", {})
             is_text = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-            require(is_text, "metadata that are not names with texts")
+            require(is_text, "its metadata is not a mapping of text to text")
             self.metadata: dict[str, str] = metadata
             unprintable = [ascii(name) for name in header if not name.isprintable()]
             require(not unprintable, f"names that cannot be printed, as {', '.join(unprintable[:1])}")
@@ -74,8 +74,8 @@ class TensorFile(Mapping[str, Tensor]):
         dtype = getattr(torch, FORMATS[entry.format][1], None)
         if dtype is None:
             raise UserError(
-                f"{self.path.name}: {name}: this PyTorch has no numbers of type {entry.format}; update it, "
-                "or take a file of another type."
+                f"{self.path.name}: {name}: this PyTorch has no dtype {entry.format}; update it, or use a "
+                "file in another dtype."
             )
         data = self.read(name)
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -88,7 +88,7 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self.entries)
 
     def read(self, name: str) -> bytearray:
-        """Return the bytes of one tensor. Raises UserError when the disk does not give them."""
+        """Return the bytes of one tensor. Raises UserError if they cannot be read."""
         entry = self.entries[name]
         data = bytearray(entry.size)
         try:
@@ -97,8 +97,8 @@ class TensorFile(Mapping[str, Tensor]):
                 read = file.readinto(data)
         except OSError as error:
             raise UserError(
-                f"{self.path.name}: the file cannot be read ({error.strerror}); close what else uses it, or "
-                "copy it again."
+                f"{self.path.name}: the file cannot be read ({error.strerror}); close other programs that "
+                "use it, or copy it again."
             ) from error
         if read != entry.size:
             raise UserError(f"{self.path.name}: the file was changed while it was read; run this again.")
@@ -106,7 +106,7 @@ class TensorFile(Mapping[str, Tensor]):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors that are at hand; see `write_streaming`."""
+    """Write tensors in memory; see `write_streaming`."""
     entries = {name: Entry(_FORMAT_OF[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_streaming(path, entries, lambda name: as_bytes(tensors[name]), metadata)
 
@@ -117,13 +117,13 @@ def write_streaming(
     content: Callable[[str], bytes | bytearray | memoryview],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a file whole or not at all, holding the bytes of one tensor at a time.
+    """Write a file completely or not at all, with one tensor in memory at a time.
 
-    `entries` says what comes, `content(name)` is asked for each tensor's bytes once. The file is written
-    under a temporary name beside `path`, flushed, then renamed. Raises OSError naming `path` when the folder
-    cannot be written or the disk is full; a file that was there is then untouched.
+    `content(name)` returns a tensor's bytes and is called once for each of `entries`. The file is written
+    under a temporary name beside `path`, flushed and renamed. Raises FileError naming `path` if the folder
+    cannot be written to or the disk is full; an existing file is then untouched.
     """
-    # The widest numbers first, which keeps all tensors aligned.
+    # The widest dtypes first, which keeps all tensors aligned.
     order = sorted(entries, key=lambda name: (-FORMATS[entries[name].format][0], name))
     notes = {readable(name): readable(value) for name, value in metadata.items()}
     header: dict[str, object] = {"__metadata__": notes} if notes else {}
@@ -150,12 +150,12 @@ def write_streaming(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes as the file holds them."""
+    """Return a tensor's bytes as in the file."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
-    """Return the header, the byte at which tensors begin, and the file's size."""
+    """Return the header, the byte where the tensors begin, and the file's size."""
     try:
         require_ordinary(path)
         size = path.stat().st_size
@@ -164,8 +164,8 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
             length = int.from_bytes(head[:8], "little")
             if largest < length <= size - 8:
                 raise UserError(
-                    f"{path.name}: its header takes {length >> 20} MB, and should need less than "
-                    f"{largest >> 20}; it is damaged."
+                    f"{path.name}: its header takes {length >> 20} MB and should take less than "
+                    f"{largest >> 20}; the file is damaged."
                 )
             if length > size - 8 or head[8:] != b"{":
                 if head.startswith((b"PK", b"\x80")):
@@ -173,7 +173,7 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
                         f"{path.name}: a pickle, which may run code when opened; use a .safetensors file."
                     )
                 raise UserError(
-                    f"{path.name}: no safetensors file, or one that is cut off; download it again."
+                    f"{path.name}: not a safetensors file, or a truncated one; download it again."
                 )
             text = head[8:] + file.read(length - 1)
     except OSError as error:
@@ -187,7 +187,7 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
 
 def _entry(name: str, values: Mapping[str, Any], body: int) -> Entry:
     shape, span = values["shape"], values["data_offsets"]
-    require(values["dtype"] in FORMATS, f"{name}: a type of numbers {values['dtype']!r}")
+    require(values["dtype"] in FORMATS, f"{name}: unknown dtype {values['dtype']!r}")
     require(
         isinstance(shape, list) and all(type(side) is int and side >= 0 for side in shape), f"{name}: shape"
     )
@@ -222,7 +222,7 @@ FORMATS: Mapping[str, tuple[int, str]] = {
     "F6_E3M2": (6, ""),
     "F4": (4, ""),
 }
-"""The format's name of a type of numbers -> (bits, PyTorch's name of it)."""
+"""Dtype in the format -> (bits, PyTorch's name for it)."""
 
 _FORMAT_OF = {
     getattr(torch, name): key for key, (_, name) in FORMATS.items() if name and hasattr(torch, name)

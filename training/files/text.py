@@ -1,8 +1,8 @@
-"""Text from outside in what Graft says: names of files, keys of headers, captions, values of a client.
+"""Text from outside in Graft's messages: file names, keys of headers, captions, values of a client.
 
-Python reads what no log and no console can write: half of a letter, as JSON's "\\ud83d" alone, or a byte of a
-file's name that is not UTF-8. In an error it ends ComfyUI's queue, whose log takes whole letters only. The
-one rule: half a letter is shown by its code, and refused where the text itself is used.
+Python strings may have lone surrogates, half of a character: JSON's "\\ud83d" alone, or a byte of a file name
+that is not UTF-8. No log or console can write them, and in an error one ends ComfyUI's queue. The one rule:
+messages show the code of a surrogate, and text that is used must not have any.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ..user_error import UserError
 
 
 def readable(text: str) -> str:
-    """Return text that can be written anywhere: half of a letter as its code, such as \\udce9."""
+    """Return text that can be written anywhere, with codes such as \\udce9 for lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def make_readable(error: BaseException) -> None:
-    """Make the message of an error `readable`, and those of the errors that a traceback shows with it."""
+    """Make the message of an error `readable`, and those of its causes in the traceback."""
     pending: list[BaseException] = [error]
     seen: set[int] = set()
     while pending:
@@ -31,23 +31,24 @@ def make_readable(error: BaseException) -> None:
 
 
 def require_letters(text: str, what: str) -> None:
-    """Raise UserError for half of a letter in `what`: no text encoder, file name or LoRA file takes it."""
+    """Raise UserError for a lone surrogate in `what`: text encoders, file names and LoRA files cannot take
+    it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"{what} holds half of a letter ({ascii(text[error.start])} at {error.start}), or is from a name "
-            "that is not UTF-8; write it anew."
+            "that is not UTF-8; type it again."
         ) from None
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: of what is large or deep, the start of each level."""
+    """Return a value for a message; large or deep ones are abbreviated."""
     return readable(_shown.repr(value))
 
 
 def shortened(text: str, most: int = 600) -> str:
-    """Return a message of at most `most` letters, its middle left out."""
+    """Return a message of at most `most` characters, without its middle."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 3 - 5) :]}"
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under a temporary name beside their own, then renamed."""
+"""Files that are complete or absent: written under a temporary name in the same folder, then renamed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from .leftovers import is_left_over, owned
 
 TEMPORARY = ".writing-"
-"""How the names of files begin that are not whole yet, or have been replaced and could not be removed."""
+"""Prefix of files that are incomplete, or were replaced and could not be removed."""
 WINDOWS = os.name == "nt"
-"""A file that a program has open cannot be replaced there."""
+"""On Windows, a file that another program has open cannot be replaced."""
 HELD_SECONDS = 2.0
-"""How long a file is waited for: virus scanners and OneDrive hold one for milliseconds."""
+"""Seconds to wait for a file that is in use: virus scanners and OneDrive hold one for milliseconds."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write to; left without an error, the file there gets the name `path`."""
+    """Yield the path to write to; on exit without an error, the file there is renamed to `path`."""
     with temporary_in(path.parent) as temporary:
         yield temporary
         commit(temporary, path)
@@ -29,7 +29,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_in(folder: Path) -> Iterator[Path]:
-    """Yield a path in `folder`, and remove what is still there in the end."""
+    """Yield a temporary path in `folder`; a file still there on exit is removed."""
     temporary = folder / _temporary_name()
     try:
         yield temporary
@@ -39,7 +39,7 @@ def temporary_in(folder: Path) -> Iterator[Path]:
 
 
 def commit(temporary: Path, path: Path) -> None:
-    """Give a written file its name, once its contents and then the name itself are on the disk."""
+    """Rename a written file, and return once contents and name are on disk."""
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
     _replace(temporary, path)
@@ -53,8 +53,8 @@ def commit(temporary: Path, path: Path) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Give a file its name. On Windows one that is mapped into memory, as what a stock Load LoRA has read is,
-    cannot be replaced, but moved aside; `remove_leftovers` removes it once it can.
+    """Rename a file over an existing one. On Windows, a file mapped into memory, as a stock Load LoRA leaves
+    one, cannot be replaced: it is moved aside, and `remove_leftovers` removes it later.
     """
     until = time.monotonic() + HELD_SECONDS
     while True:
@@ -66,7 +66,7 @@ def _replace(temporary: Path, path: Path) -> None:
                 raise
             if time.monotonic() < until:
                 time.sleep(0.05)
-            elif path.is_file() and os.access(path, os.W_OK):  # no folder, nor a file marked read-only
+            elif path.is_file() and os.access(path, os.W_OK):  # neither a folder nor read-only
                 break
             else:
                 raise
@@ -86,8 +86,8 @@ def _temporary_name() -> str:
 
 
 def remove_leftovers(folder: Path, *, hours: float = 0.0) -> None:
-    """Remove what killed processes left half-written in `folder`: at once where the process is known to have
-    ended, otherwise after so many hours."""
+    """Remove incomplete files of killed processes from `folder`: at once if the process has ended for
+    certain, otherwise after so many hours."""
     for path in folder.glob(f"{TEMPORARY}*"):
         with suppress(OSError):
             old = path.stat().st_mtime <= time.time() - 3600 * hours
