@@ -25,9 +25,11 @@ def require_ordinary(path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return a JSON value. Raises ValueError for invalid JSON, and UserError if it is nested too deeply."""
+    """Return a JSON value. Raises UserError for invalid JSON, or if it is nested too deeply."""
     try:
         return json.loads(text)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     except RecursionError:
         raise UserError("its lists lie too deep within one another") from None
     except ValueError as error:  # of the syntax, or of letters that are no UTF-8
