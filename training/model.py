@@ -95,18 +95,18 @@ class HeldBase:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What an offloaded base leaves of host memory, and takes of the device."""
+    """How much of an offloaded base stays on the device, and how much host memory stays free."""
 
     host_reserve: int = 0
-    """Bytes of host memory to leave, on top of what the system needs."""
+    """Bytes of host memory to leave free, on top of the system's reserve."""
     blocks_on_device: frozenset[str] = frozenset()
-    """Paths of the repeated blocks that stay on the device all the same."""
+    """Paths of the repeated blocks that stay on the device."""
     pinned: Any = field(default=None, compare=False)
-    """The `memory.offload.PinnedMemory` where the base waits, if its copies there outlive this hold."""
+    """Pinned memory for the base that outlives this hold; None for memory of this hold alone."""
 
 
 OFFLOAD_ALL = OffloadOptions()
-"""The system's own reserve is left, and every block is moved."""
+"""Every block is in host memory, of which only the system's reserve stays free."""
 
 
 class Denoiser(Protocol):
@@ -152,7 +152,7 @@ class Denoiser(Protocol):
     ) -> AbstractContextManager[HeldBase]:
         """Own the weights during the context: computing in `dtype`, restored exactly on every exit.
 
-        `store` is one of `memory.store.STORES`; `offload` is for "offload".
+        `store` is one of `memory.weight_store.STORES`; `offload` counts if it is "offload".
         """
         ...
 

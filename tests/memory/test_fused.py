@@ -66,9 +66,9 @@ def test_the_fused_layer_under_checkpointing_is_bit_equal(kind):
 def test_three_layers_that_read_one_tensor_save_it_once_and_nothing_else():
     cases = [trained_case("lora", "linear") for _ in range(3)]
     x = cases[0][2].bfloat16().requires_grad_() * 1
-    kept, _ = saved_bytes(lambda: [adapter(layer, x) for layer, adapter, _ in cases])
+    saved, _ = saved_bytes(lambda: [adapter(layer, x) for layer, adapter, _ in cases])
     masters = sum(p.numel() * p.element_size() for _, adapter, _ in cases for p in adapter.parameters())
-    assert kept == x.numel() * x.element_size() + masters
+    assert saved == x.numel() * x.element_size() + masters
 
 
 @pytest.mark.parametrize("share", ["dropout", "rank_dropout", "module_dropout"])

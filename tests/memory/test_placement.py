@@ -141,7 +141,7 @@ def test_libraries_that_get_no_memory_are_understood(words):
 def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypatch):
     """Windows does not fail where a card is full, but goes on in host memory."""
     limits = []
-    monkeypatch.setattr("graft.training.memory.placement.limit_memory", partial(noting, limits))
+    monkeypatch.setattr("graft.training.memory.placement.limit_memory", partial(record, limits))
     monkeypatch.setattr("graft.training.loop.bytes_in_use", lambda device: 100)
     denoiser = Small(lambda store, calls: calls is not None)
     with pytest.raises(ValueError, match="memory ran out"):
@@ -151,7 +151,7 @@ def test_a_budget_is_kept_to_as_long_as_there_is_a_plan_that_takes_less(monkeypa
 
 def test_a_budget_counts_where_base_and_checkpointing_are_fixed(monkeypatch, caplog):
     limits, settings = [], {"budget_gb": 1e-5, "base": "resident", "checkpointing": "block"}
-    monkeypatch.setattr("graft.training.memory.placement.limit_memory", partial(noting, limits))
+    monkeypatch.setattr("graft.training.memory.placement.limit_memory", partial(record, limits))
     batch = TinyDataset().batch(1, seed=0, index=0)
     monkeypatch.setattr(TinyDataset, "largest_batch", lambda data, size: batch, raising=False)
     assert same(trained(settings), trained({})) and limits[0] == int(1e-5 * 2**30)
@@ -161,7 +161,7 @@ def test_a_budget_counts_where_base_and_checkpointing_are_fixed(monkeypatch, cap
 
 
 @contextmanager
-def noting(limits, most, device):
+def record(limits, most, device):
     limits.append(most)
     yield
 
@@ -208,8 +208,8 @@ def test_methods_that_start_from_the_base_never_have_all_of_it_on_the_device(alg
 
 
 def test_the_start_is_that_of_the_unrounded_base():
-    start, rounded = (initial_state(TinyDenoiser(), config(base=base)) for base in ("auto", "int8"))
-    assert same(start.weights, rounded.weights)
+    start, quantized = (initial_state(TinyDenoiser(), config(base=base)) for base in ("auto", "int8"))
+    assert same(start.weights, quantized.weights)
 
 
 def test_a_limit_needs_no_pytorch_that_tells_the_one_before(monkeypatch):

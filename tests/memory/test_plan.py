@@ -281,13 +281,13 @@ def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeyp
         free -= GIB // 4
         return LiveState(*args)
 
-    def noting(denoiser, adapted, config, batch, budget):
+    def record(denoiser, adapted, config, batch, budget):
         budgets.append(budget)
         return candidates(config.memory)
 
     monkeypatch.setattr(TinyDenoiser, "free_bytes", lambda denoiser: free)
     monkeypatch.setattr("graft.training.loop.LiveState", start)
-    monkeypatch.setattr("graft.training.loop.plans_that_fit", noting)
+    monkeypatch.setattr("graft.training.loop.plans_that_fit", record)
     train(TinyDenoiser(), Sized(), CONFIG, None, steps=1)
     assert budgets == [GIB]
 

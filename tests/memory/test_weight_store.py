@@ -266,10 +266,10 @@ def test_blocks_that_stay_on_the_device_are_not_copied(monkeypatch):
     monkeypatch.setattr("graft.training.memory.weight_store.StreamCopier", lambda device: Logging())
     monkeypatch.setattr(offload, "pinned_bytes", partial(torch.empty, dtype=torch.uint8))
     options = OffloadOptions(blocks_on_device=frozenset({"blocks.1"}))
-    kept = Store("offload", ("blocks.*",), torch.float32, CPU, offload=options)
+    store = Store("offload", ("blocks.*",), torch.float32, CPU, offload=options)
     spec = LayerSpec("linear", tuple(weight().shape))
-    fetch = {path: kept.make_fetch(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
-    assert [path for path, _ in kept.ring.host] == ["blocks.0.mlp"] and kept.pinned.taken == weight().nbytes
+    fetch = {path: store.make_fetch(path, spec, plain(weight())) for path in ("blocks.0.mlp", "blocks.1.mlp")}
+    assert [path for path, _ in store.ring.host] == ["blocks.0.mlp"] and store.pinned.taken == weight().nbytes
     assert torch.equal(fetch["blocks.1.mlp"](torch.float32, CPU), weight())
 
 
@@ -314,11 +314,11 @@ def test_an_offloaded_base_is_pinned_once_however_often_it_is_given_back(streams
 
 
 def test_a_weight_that_is_asked_for_twice_in_a_row_is_copied_once(streams):
-    kept = Store("offload", ("blocks.*",), torch.float32, CPU)
+    store = Store("offload", ("blocks.*",), torch.float32, CPU)
     paths = ("blocks.0.mlp", "blocks.0.attn")
     spec = LayerSpec("linear", (128, 256))
     stored = scaled(weight().to(torch.float8_e4m3fn), torch.ones(128, 1))
-    fetch = {path: kept.make_fetch(path, replace(spec, quantized_bytes=1), stored) for path in paths}
+    fetch = {path: store.make_fetch(path, replace(spec, quantized_bytes=1), stored) for path in paths}
     for path in paths:
         for dtype in (torch.float32, torch.bfloat16):  # as DoRA does
             assert fetch[path](dtype, CPU).dtype == dtype

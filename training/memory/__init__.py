@@ -1,1 +1,1 @@
-"""What is kept, recomputed, quantized or moved during a step."""
+"""Memory of a step: what is saved, recomputed, quantized or offloaded, and the plan that decides it."""

@@ -231,22 +231,22 @@ def offload_inputs(inputs: Iterable[Any]) -> Iterator[None]:
     tensors = [t for t in inputs if isinstance(t, Tensor) and t.device.type != "cpu" and is_worth_moving(t)]
     moved = {t.untyped_storage().data_ptr(): t for t in tensors}
 
-    def pack(tensor: Tensor) -> Any:
+    def to_host(tensor: Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() not in moved:
             return tensor
         return tensor.device, _host_buffer(tensor).copy_(tensor, non_blocking=True)
 
-    def unpack(saved: Any) -> Tensor:
+    def to_device(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         device, host = saved
         return host.to(device, non_blocking=True)  # type: ignore[no-any-return]
 
     try:
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(to_host, to_device):
             yield
     finally:
-        moved.clear()  # autograd keeps `pack` alive, and it would keep the inputs
+        moved.clear()  # autograd keeps `to_host` alive, and it would keep the inputs
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:

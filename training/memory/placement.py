@@ -133,19 +133,19 @@ class Placement:
             self.__enter__()
 
     def _hold(self) -> None:
-        with ExitStack() as held:
+        with ExitStack() as resources:
             most = self.most if len(self.plans) > 1 or self.hard_limit else None
-            held.enter_context(limit_memory(most, self.denoiser.device))
+            resources.enter_context(limit_memory(most, self.denoiser.device))
             self._pinned = self._pinned or PinnedMemory(self.plan.offload.host_reserve)
             offload = replace(self.plan.offload, pinned=self._pinned)
-            base = held.enter_context(self.denoiser.hold(self.dtype, self.plan.base, offload))
-            held.enter_context(attach(base.layers, self.adapters))
+            base = resources.enter_context(self.denoiser.hold(self.dtype, self.plan.base, offload))
+            resources.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
             if self.compile:
-                held.enter_context(self._compiled.compile_blocks(base, units))
+                resources.enter_context(self._compiled.compile_blocks(base, units))
             mode = self.plan.checkpointing
-            held.enter_context(checkpoint_blocks(base.module, units, mode, copies=self.copies))
-            self._resources = held.pop_all()
+            resources.enter_context(checkpoint_blocks(base.module, units, mode, copies=self.copies))
+            self._resources = resources.pop_all()
 
     def _remedy(self, error: RuntimeError | MemoryError) -> Callable[[], None]:
         """Return the change to make before the next attempt.

@@ -1,9 +1,9 @@
 """A frozen layer of the base model: the one place where a base weight is used during training.
 
-`FrozenLayer.forward` fetches its weight in the forward pass and again in the backward pass and lets autograd
-save neither, so the weight may live anywhere (resident, quantized, in a buffer that the next layer
-overwrites, on disk) and gradients are still right. The gradient of a frozen layer with respect to its input
-needs nothing but the weight.
+`FrozenLayer.forward` fetches its weight in the forward pass and again in the backward pass, and autograd
+saves neither. So the weight may be anywhere (on the device, quantized, in host memory, in a buffer that the
+next layer overwrites), and gradients are still right: the gradient with respect to a frozen layer's input
+needs only the weight.
 
 Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and never ask for the kind.
 """
@@ -23,16 +23,17 @@ from torch.nn import functional as F
 from .replay import compute_once, is_worth_saving
 
 Fetch = Callable[[torch.dtype, torch.device], Tensor]
-"""fetch(dtype, device) -> the weight as an ordinary tensor, good until the next fetch of any layer."""
+"""fetch(dtype, device) -> the weight as an ordinary tensor, valid until the next fetch of any layer."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What an adapter must know of a layer to be built: no weights."""
+    """A layer as an adapter needs to know it to be built: kind and shape, no weights."""
 
     kind: str
     shape: tuple[int, ...]
-    """Of the weight: linear (out, in), convolution (out, in/groups, *kernel), embedding (entries, width)."""
+    """Shape of the weight: linear (out, in), convolution (out, in/groups, *kernel), embedding (entries,
+    width)."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
     quantized_bytes: int | None = None
@@ -40,7 +41,7 @@ class LayerSpec:
 
     @property
     def numel(self) -> int:
-        """Numbers in the weight."""
+        """Number of elements of the weight."""
         return math.prod(self.shape)
 
 
@@ -51,18 +52,18 @@ class LayerKind:
     apply: Callable[..., Tensor]
     """apply(x, weight, bias, **options) -> y."""
     low_rank: Callable[..., Tensor]
-    """low_rank(x, down, up, **options) -> what `apply` gives for the weight up @ down, without forming it.
+    """low_rank(x, down, up, **options) -> `apply` with the weight up @ down, without forming that product.
     down is (rank, ...) in the shape of the weight, up is (out, rank)."""
     input_gradient: Callable[..., Tensor] | None
     """input_gradient(grad_y, weight, x_shape, **options) -> gradient of x; None where x is token ids."""
     scale_columns: Callable[..., Tensor]
-    """scale_columns(f, x, change, **options) -> what f(x) gives once every weight in f is multiplied by
-    1 + change along its axis 1, where f is linear in the weight; change is (weight.shape[1],). A factor near
-    1 would be rounded to steps of 0.4 to 0.8 % in bf16, for all of x alike."""
+    """scale_columns(f, x, change, **options) -> f(x) with every weight in f multiplied by 1 + change along
+    its axis 1; f is linear in the weight, change is (weight.shape[1],). It takes the change and not the
+    factor, as bf16 rounds factors near 1 to steps of 0.4 to 0.8 %."""
 
 
 class FrozenLayer:
-    """A layer whose weight is fetched when used and never trained."""
+    """A layer with a frozen weight that is fetched at each use."""
 
     def __init__(
         self, name: str, spec: LayerSpec, module: nn.Module, weight: Fetch, bias: Fetch | None = None
@@ -77,7 +78,7 @@ class FrozenLayer:
         """Whether selective checkpointing saves the output."""
 
     def lend_weight(self, other: FrozenLayer) -> Callable[[], None]:
-        """Fetch weight and bias as `other` does; return the function that lets go of both."""
+        """Use the weight and bias of `other`; return the function that drops them."""
         self.weight, self.bias = other.weight, other.bias
 
         def let_go() -> None:
@@ -88,7 +89,7 @@ class FrozenLayer:
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """Compute the layer's output from x, differentiable with respect to x only.
 
-        ComfyUI asks its embeddings for an `out_dtype`.
+        ComfyUI calls its embeddings with an `out_dtype`.
         """
         if out_dtype is not None:
             return self.forward(x).to(out_dtype)
@@ -97,7 +98,7 @@ class FrozenLayer:
         return _Frozen.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute what this kind of layer would with another weight and no bias; differentiable in both."""
+        """Compute this kind of layer with another weight and no bias; differentiable in both arguments."""
         return self.kind.apply(x, weight, None, **self.spec.options)
 
     def apply_low_rank(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class FrozenLayer:
         return compute_once(compute) if self.is_saved else compute()
 
     def compute(self, x: Tensor) -> Tensor:
-        """Compute the layer's output from x; autograd, where it is on, saves the weight."""
+        """Compute the layer's output from x; if autograd is on, it saves the weight."""
         dtype, device = dtype_for(x), x.device
         bias = self.bias(dtype, device) if self.bias is not None else None
         return _no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
@@ -124,12 +125,13 @@ def _let_go(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _no_view(y: Tensor) -> Tensor:
-    """Return y as autograd lets a network change it in place: no view that one of its functions made."""
+    """Return y in a form that a network may change in place: autograd forbids it for views made in a
+    Function."""
     return torch.ops.aten._unsafe_view.default(y, y.shape)  # type: ignore[no-any-return]
 
 
 class _Frozen(torch.autograd.Function):
-    """y = layer(x) that saves no tensor: the backward pass fetches the weight again."""
+    """y = layer(x) without saved tensors: the backward pass fetches the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLayer) -> Tensor:
@@ -146,7 +148,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def dtype_for(x: Tensor, of_ids: torch.dtype = torch.float32) -> torch.dtype:
-    """Return the dtype that a layer computes in for input x: its own, or `of_ids` for token ids."""
+    """Return the dtype that a layer computes in for input x: that of x, or `of_ids` for token ids."""
     return x.dtype if x.is_floating_point() else of_ids
 
 

@@ -1,6 +1,6 @@
-"""Replace what a module computes, and put back what was there: the one way the engine changes a network.
+"""Replace and restore the forward of a module: the only way in which the engine changes a network.
 
-A forward set on the instance hides the class's; no hook, wrapper or renamed parameter is left behind.
+A forward set on the instance hides that of its class; no hook, wrapper or renamed parameter is left behind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let `module` compute `forward`; return the function that puts back what it computed before.
+    """Replace a module's forward; return the function that restores the old one.
 
     Undo in reverse order (an ExitStack does).
     """
@@ -31,7 +31,7 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], 
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a Python module have `value` under `name` for the duration of the context."""
+    """Replace the attribute `name` of a Python module during the context."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
