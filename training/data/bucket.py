@@ -100,8 +100,7 @@ def bucket_for(width: int, height: int, resolution: int, config: BucketConfig, *
 
 
 def buckets_for(width: int, height: int, config: BucketConfig, *, step: int) -> list[Size]:
-    """Return the sizes at which an image is trained: one per resolution, or only the largest without
-    enlarging."""
+    """Return an image's sizes for training: one per resolution, or only the largest without enlarging."""
     step = math.lcm(step, config.step or step)
     resolutions = sorted(config.resolutions)
     if not config.each:

@@ -286,8 +286,7 @@ def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
 
 
 def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> UserError:
-    """Return the error that names every unusable file, with its reason and what to do; `others` are
-    usable."""
+    """Return the error that names every unusable file with its reason, beside so many `others`."""
     shown = [f"  {item.name}: {item.reason}" for item in bad[:100]]
     if len(bad) > len(shown):
         shown.append(f"  ... and {len(bad) - len(shown)} more")

@@ -28,9 +28,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return a JSON value. Raises UserError for invalid JSON, or if it is nested too deeply."""
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     except RecursionError:
         raise UserError("its lists lie too deep within one another") from None
-    except ValueError as error:  # of the syntax, or of letters that are no UTF-8
-        raise UserError(str(error)) from None
+    except ValueError as error:  # of the syntax, or of bytes that are not UTF-8
+        raise UserError(str(error)) from error

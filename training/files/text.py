@@ -31,8 +31,7 @@ def make_readable(error: BaseException) -> None:
 
 
 def require_letters(text: str, what: str) -> None:
-    """Raise UserError for a lone surrogate in `what`: text encoders, file names and LoRA files cannot take
-    it."""
+    """Raise UserError for a lone surrogate: text encoders, file names and LoRA files cannot take it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -254,16 +254,14 @@ def dequantizing_bytes(specs: Mapping[str, LayerSpec], plan: MemoryPlan, dtype: 
 
 
 def adapter_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
-    """Return the bytes of the adapters' weights, their average and their optimizer state; gradients belong to
-    the step."""
+    """Return the bytes of the adapters' weights, average and optimizer state; gradients are the step's."""
     weight = 4 if config.optimizer.weights == "fp32" else 2
     average = 4 if config.ema.decay else 0
     return int(count_trained(adapted, config) * (weight + average + row_of(config.optimizer).state_bytes))
 
 
 def optimizing_bytes(adapted: Mapping[str, LayerSpec], config: TrainConfig) -> int:
-    """Return the bytes that the optimizer's step takes on top: float32 gradients, and float32 copies of bf16
-    weights."""
+    """Return the bytes of the optimizer's step: float32 gradients, and float32 copies of bf16 weights."""
     copies = 0 if config.optimizer.weights == "fp32" else 2
     return int(count_trained(adapted, config) * (4 + copies + row_of(config.optimizer).step_bytes))
 

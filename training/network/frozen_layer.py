@@ -125,8 +125,7 @@ def _let_go(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _no_view(y: Tensor) -> Tensor:
-    """Return y in a form that a network may change in place: autograd forbids it for views made in a
-    Function."""
+    """Return y so that a network may change it in place, which autograd forbids for views of a Function."""
     return torch.ops.aten._unsafe_view.default(y, y.shape)  # type: ignore[no-any-return]
 
 

@@ -39,14 +39,14 @@ def fingerprint(*parts: Any, patchers: tuple[Any, ...] = ()) -> str:
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(b"part;")
-        found = dict(_values(part, ""))
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        values = dict(_values(part, ""))
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         known = known_digests(part) if isinstance(part, torch.nn.Module) else {}
         with torch.no_grad():
             digests = digest_all(
                 tensors, known, comfy.model_management.throw_exception_if_processing_interrupted
             )
-        for name, value in found.items():
+        for name, value in values.items():
             state.update(f"{name}:".encode("utf-8", "surrogatepass"))
             state.update(digests[name] if name in digests else repr(value).encode())
     return state.hexdigest()
@@ -108,7 +108,7 @@ class FileDigests:
         return self._known
 
     def _digest(self, files: tuple[Path, ...]) -> None:
-        found: dict[bytes, bytes] = {}
+        known: dict[bytes, bytes] = {}
         with (
             _one_at_a_time,
             ContentHashes(
@@ -120,10 +120,11 @@ class FileDigests:
                     read = _from_bytes(hashes.of(file))
                 except (OSError, ValueError):
                     continue  # loading the file reports the error
-                found = {
-                    key: value for key, value in {**found, **read}.items() if found.get(key, value) == value
+                # A sample that two files share for different tensors identifies neither.
+                known = {
+                    key: value for key, value in {**known, **read}.items() if known.get(key, value) == value
                 }
-        self._known = found
+        self._known = known
 
 
 def remember(module: torch.nn.Module | None, files: FileDigests) -> None:
@@ -197,8 +198,8 @@ def _earlier_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield name, part
     elif isinstance(part, torch.nn.Module):
         quantized = {key: to_ordinary(weight) for key, weight in part.named_parameters() if is_gguf(weight)}
-        found = part.state_dict()
-        weights = {**{key: t for key, t in found.items() if not (quantized and t.is_meta)}, **quantized}
+        state = part.state_dict()
+        weights = {**{key: t for key, t in state.items() if not (quantized and t.is_meta)}, **quantized}
         yield from _earlier_tensors(weights, f"{name}.{type(part).__name__}")
     elif isinstance(part, Mapping):
         for key in sorted(part, key=str):
