@@ -319,7 +319,7 @@ def test_train_steps_asks_for_the_clip_it_needs():
 
 def test_the_run_says_that_the_text_cache_is_off(trained):
     denoiser = trained("sd15")[2]
-    assert "what the text cache holds" in run_notes(denoiser, CONFIG, denoiser.family, 10)[0]
+    assert "the text cache is not used" in run_notes(denoiser, CONFIG, denoiser.family, 10)[0]
 
 
 def test_a_resolution_beyond_the_bases_own_is_a_warning():
@@ -331,7 +331,7 @@ def test_a_resolution_beyond_the_bases_own_is_a_warning():
         return run_notes(denoiser, config, denoiser.family, 10, sizes)
 
     [note] = notes("sd15", large)
-    assert "SD1.5 was made for pictures of about 512 px and is trained at 1006" in note
+    assert "SD1.5 was made for images of about 512 px and is trained at 1006" in note
     assert not notes("sd15", usual) and not notes("sdxl", large)
 
 

@@ -92,7 +92,7 @@ def test_train_steps_starts_processes_that_go_on_from_what_this_one_trained(
     monkeypatch.setattr(sys, "argv", ["main.py", "--cpu", "--base-directory", str(base)])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(
-        session, "_tell", lambda live: live.node == "finished" and session.request_finish(live.run)
+        session, "_send_run", lambda live: live.node == "finished" and session.request_finish(live.run)
     )
     prompt = compile_job(job, base / "input").prompt
     number, save = (of_kind(prompt, kind)[0] for kind in ("GraftTrainSteps", "GraftSaveLora"))

@@ -233,7 +233,7 @@ def test_parameters_have_learning_rates_of_their_own():
 
 def test_a_rate_that_is_none_for_prodigy_is_told():
     [note] = optimizer_notes(OptimizerConfig(name="prodigy", lr=1e-4))
-    assert "by the learning rate of 0.0001, so hardly anything is learned; 1 is usual" in note
+    assert "by the learning rate of 0.0001, so it will hardly learn anything; 1 is usual" in note
     assert (
         optimizer_notes(OptimizerConfig(name="prodigy", lr=1.0)) == optimizer_notes(OptimizerConfig()) == []
     )

@@ -65,7 +65,7 @@ def test_impossible_settings_are_refused(options):
 
 def test_a_warm_up_that_takes_the_whole_run_is_told():
     warm = ScheduleConfig(warmup_steps=200)
-    assert "rises to the last step, where it is at 50%" in schedule_notes(warm, 100)[0]
+    assert "rises to the last step, where it reaches 50%" in schedule_notes(warm, 100)[0]
     assert schedule_notes(warm, 200) and schedule_notes(warm, 201) == schedule_notes(warm, 0) == []
 
 

@@ -12,18 +12,18 @@ import comfy.utils
 from ..model import OnProgress
 
 EVENTS_A_SECOND = 4
-"""Most messages about a run, or a node's progress, that the editor gets."""
+"""At most so many messages a second about a run, or a node's progress, go to the editor."""
 
 
 @contextmanager
 def progress_bar() -> Iterator[OnProgress]:
     """Yield an `on_progress` that moves the node's bar and raises ComfyUI's interrupt on Cancel."""
-    bar, told = comfy.utils.ProgressBar(1), 0.0
+    bar, sent = comfy.utils.ProgressBar(1), 0.0
 
     def on_progress(done: int, total: int, message: str) -> None:
-        nonlocal told
-        if done == total or time.monotonic() - told > 1 / EVENTS_A_SECOND:
-            told = time.monotonic()
+        nonlocal sent
+        if done == total or time.monotonic() - sent > 1 / EVENTS_A_SECOND:
+            sent = time.monotonic()
             bar.update_absolute(done, max(total, 1))
         comfy.model_management.throw_exception_if_processing_interrupted()
 
@@ -31,8 +31,8 @@ def progress_bar() -> Iterator[OnProgress]:
 
 
 def raise_if_cancelled() -> None:
-    """Raise RuntimeError after Cancel, which ComfyUI then acts upon itself: before the first node, where it
-    asks for fingerprints, its own interrupt would end the queue.
+    """Raise RuntimeError after Cancel. ComfyUI then interrupts the prompt itself; where it asks for
+    fingerprints, before the first node, its own interrupt would end the whole queue.
     """
     if comfy.model_management.processing_interrupted():
         raise RuntimeError("Cancel was pressed.")

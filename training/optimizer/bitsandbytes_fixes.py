@@ -1,7 +1,7 @@
-"""Two fixes to bitsandbytes' optimizers.
+"""Two fixes for bitsandbytes' optimizers.
 
 They wait for the device after every parameter, which only paged state needs. And they never free paged state,
-so a run reuses what an earlier one no longer needs.
+so a run reuses what an earlier run left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..network.replace_forward import replaced
 
 _unused: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-"""Paged state that no optimizer uses, by shape, dtype and device."""
+"""Paged state that no optimizer uses any more, by shape, dtype and device."""
 
 
 def fix_waits_and_leaks(kind: Any) -> Any:
@@ -32,10 +32,10 @@ def fix_waits_and_leaks(kind: Any) -> Any:
                 return super().step(closure)
 
         def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-            place = _unused[(p.shape, dtype, p.device)]
-            buffer: Tensor = place.pop().zero_() if place else super().get_state_buffer(p, dtype)
+            unused = _unused[(p.shape, dtype, p.device)]
+            buffer: Tensor = unused.pop().zero_() if unused else super().get_state_buffer(p, dtype)
             if getattr(buffer, "is_paged", False):
-                weakref.finalize(self, place.append, buffer).atexit = False
+                weakref.finalize(self, unused.append, buffer).atexit = False
             return buffer
 
     return Optimizer

@@ -35,15 +35,15 @@ class Row:
 
     build: Build
     state_bytes: float
-    """Of memory for each trained number."""
-    memory: tuple[str, ...] = ()
+    """Bytes of optimizer state per trained number."""
+    group_state: tuple[str, ...] = ()
     """Entries of a parameter group that change as it runs."""
     step_bytes: float = 0.0
-    """Of temporary tensors for each trained number, where a step is computed for all tensors at once."""
+    """Bytes of temporary tensors per trained number, if a step is computed for all tensors at once."""
     averages: bool = False
-    """It trains at other weights than those to draw with (schedule-free), which `final_weights` computes."""
-    finds_rate: bool = False
-    """It finds one learning rate for all parameters itself, and the configured one is a multiple of it."""
+    """Schedule-free: the weights to sample with are not those it trains at; see `final_weights`."""
+    finds_lr: bool = False
+    """It finds one learning rate for all parameters; the configured one multiplies it."""
 
 
 def build_optimizer(
@@ -51,17 +51,17 @@ def build_optimizer(
     config: OptimizerConfig,
     lr_scales: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `config` names over named `parameters`.
+    """Return the optimizer that `config` names, over the named `parameters`.
 
-    `lr_scales` are multiples of the learning rate by parameter name; 1 where it has none. Raises UserError
-    when there is no such optimizer, when it is not installed, or when it takes one learning rate only.
+    `lr_scales` multiply the learning rate, by parameter name; 1 for names that are missing. Raises UserError
+    when there is no such optimizer, when it is not installed, or when it takes only one learning rate.
     """
     row = row_of(config)
     scales = {name: lr_scales.get(name, 1.0) for name in parameters}
-    if row.finds_rate and len(set(scales.values())) > 1:
+    if row.finds_lr and len(set(scales.values())) > 1:
         raise UserError(
             f"optimizer {config.name!r} finds one learning rate for everything: switch off LoRA+ and "
-            "learning rates by pattern, set text encoder in Build LoRA to 0 or 1, or take another optimizer."
+            "learning rates by pattern, set text encoder in Build LoRA to 0 or 1, or use another optimizer."
         )
     groups = []
     for scale in dict.fromkeys(scales.values()):
@@ -72,12 +72,12 @@ def build_optimizer(
 
 
 def optimizer_notes(config: OptimizerConfig) -> list[str]:
-    """Return a sentence where the learning rate is one for other optimizers."""
-    if not row_of(config).finds_rate or config.lr >= 0.1:
+    """Return a sentence if the learning rate looks like one for other optimizers."""
+    if not row_of(config).finds_lr or config.lr >= 0.1:
         return []
     return [
-        f"{config.name} multiplies the rate it finds by the learning rate of {config.lr:g}, so hardly "
-        "anything is learned; 1 is usual."
+        f"{config.name} multiplies the rate it finds by the learning rate of {config.lr:g}, so it will "
+        "hardly learn anything; 1 is usual."
     ]
 
 
@@ -89,7 +89,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> dict[str, Tensor]:
-    """Return, by parameter name, weights to draw with and save, beside the parameters; do not change them.
+    """Return the weights to sample with and to save, by parameter name, on the parameters' device. Do not
+    change them.
 
     They are the parameters themselves, or for schedule-free training the average x = y + (1 - 1/beta1) (z -
     y), where y is trained and z is the fast sequence (Defazio et al. 2024, arXiv:2405.15682, eq. 3).
@@ -104,7 +105,7 @@ def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerState:
-    """Return a copy of the optimizer's memory on the CPU."""
+    """Return a copy of the optimizer's state on the CPU."""
     row = row_of(config)
     tensors: dict[str, Tensor] = {}
     values: dict[str, Number] = {}
@@ -116,21 +117,22 @@ def save_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) ->
                 values[f"{name}.{key}"] = value
         if row.averages:
             tensors[f"{name}.{TRAINED}"] = parameter.detach().to("cpu", torch.float32, copy=True)
-    groups = [{key: group[key] for key in row.memory if key in group} for group in optimizer.param_groups]
+    groups = [
+        {key: group[key] for key in row.group_state if key in group} for group in optimizer.param_groups
+    ]
     return OptimizerState(config.name, tensors, values, tuple(groups))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state: OptimizerState) -> None:
-    """Give `optimizer` the memory that `save_optimizer` returned; another optimizer's is left aside."""
+    """Load the state that `save_optimizer` returned. That of another optimizer is ignored, with a warning."""
     if state.name != config.name:
         if state.name:
-            log.warning("the optimizer changed from %s to %s, starts anew.", state.name, config.name)
+            log.warning("the optimizer changed from %s to %s, which starts afresh.", state.name, config.name)
         return
     for index, group in enumerate(optimizer.param_groups):
-        if state.groups:  # other groups than before (learning rates by pattern) share what the first one knew
-            group.update(
-                state.groups[index] if len(state.groups) == len(optimizer.param_groups) else state.groups[0]
-            )
+        if state.groups:  # after a change of learning rates by pattern, all groups take the first one's
+            same = len(state.groups) == len(optimizer.param_groups)
+            group.update(state.groups[index if same else 0])
     parameters = {name: (parameter, group) for name, parameter, group in _named(optimizer)}
     for name, value in {**state.tensors, **state.values}.items():
         path, key = name.rsplit(".", 1)
@@ -146,10 +148,11 @@ TRAINED = "trained"
 
 
 def reserve_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[Tensor]:
-    """Return tensors of the size of all that `optimizer` will remember; none where it remembers already.
+    """Return empty tensors as large as the state that `optimizer` will allocate in its first step; none if
+    it has state already.
 
-    Whoever holds them until its first step finds out before it whether there is enough memory, when no weight
-    has moved and the step can be computed again in another way.
+    Holding them until then shows in time whether there is enough memory: while no weight has moved, the step
+    can still be computed again by another memory plan.
     """
     if optimizer.state:
         return []
@@ -163,10 +166,10 @@ def reserve_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerC
 def _placed(
     optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any], key: str, value: Any
 ) -> Any:
-    """Return a saved value where the optimizer wants it: beside the weights, paged, or on the CPU."""
+    """Return a saved value where the optimizer keeps it: beside the weights, paged, or on the CPU."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step" and not group.get("fused"):  # where torch keeps the step count
+    if key == "step" and not group.get("fused"):  # torch keeps the step count on the CPU
         return value.clone()
     if getattr(optimizer, "is_paged", False) and key in ("state1", "state2"):
         paged: Any = optimizer
@@ -206,8 +209,8 @@ def _stable_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimi
 
 
 def _adafactor(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Shazeer & Stern 2018, arXiv:1804.04235, at the learning rate as given: as LoRA weights start at 0,
-    the paper's scaling by a tensor's own size (switched off by the 1.0) would hold them there."""
+    """Shazeer & Stern 2018, arXiv:1804.04235, without the paper's scaling by a tensor's own size (the 1.0
+    switches it off), which would keep LoRA weights at 0, where they start."""
     if not hasattr(torch.optim, "Adafactor"):
         raise UserError("optimizer 'adafactor' needs torch 2.5 or newer; update ComfyUI, or choose adamw.")
     eps = (1e-15, 1.0)
@@ -219,7 +222,7 @@ def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _prodigy(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Mishchenko & Defazio 2023, arXiv:2306.06101, with the authors' advice for runs with a warm-up."""
+    """Mishchenko & Defazio 2023, arXiv:2306.06101, set as the authors advise for runs with a warm-up."""
     module = _installed("prodigyopt", config.name)
     advice = {"decouple": True, "use_bias_correction": True, "safeguard_warmup": True}
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
@@ -261,7 +264,7 @@ OPTIMIZERS: Mapping[str, Row] = {
     "lion": Row(_lion, 4),
     "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1),
     "adafactor": Row(_adafactor, 0.5),
-    "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_rate=True),
+    "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_lr=True),
     "schedule-free-adamw": Row(
         _schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, step_bytes=4, averages=True
     ),
@@ -269,4 +272,4 @@ OPTIMIZERS: Mapping[str, Row] = {
     "stable-adamw": Row(_stable_adamw, 8),
     "sgd": Row(_sgd, 4, step_bytes=4),
 }
-"""By `OptimizerConfig.name`."""
+"""Name in the settings -> optimizer."""

@@ -1,8 +1,8 @@
 """Which parameters no gradient reaches: the costliest mistake is a part that silently never learns.
 
-A LoRA's `down` gets its first gradient at step 2, when `up` is no longer zero, so that is when the answer
-is due; with dropout of whole modules it is due when chance alone can hardly explain a gap. Optimizers that
-leave all weights where they are at first (schedule-free-radam) put it off.
+A LoRA's `down` gets its first gradient at step 2, when `up` is no longer zero, so the check ends then. With
+dropout of whole modules it ends when chance can hardly explain a gap. Optimizers that do not move the weights
+at first (schedule-free-radam) put it off.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class GradientCheck:
         self.total = len(self.silent)
         self.steps_left = steps_needed(config)
         self.before: tuple[nn.Parameter, Tensor] | None = None
-        """A parameter that a gradient has reached, and a copy of it as it was then."""
+        """A parameter that a gradient has reached, and a copy of it from that moment."""
 
     def look(self, step: int) -> None:
-        """Take note of the gradients of `step`, counted from 0; report when it is time.
-
-        Logs the names that no gradient reached. Raises UserError when none was reached at all.
+        """Look at the gradients of `step`, counted from 0. At the end of the check, log the parameters that
+        no gradient has reached, or raise UserError if none has been reached.
         """
         if not self.steps_left or not self.silent or (self.before and torch.equal(*self.before)):
             return
@@ -54,7 +53,7 @@ class GradientCheck:
         log.warning("%s", self.report(step))
 
     def report(self, step: int) -> str:
-        """Return the sentence that names what has stayed without a gradient up to `step`."""
+        """Return the sentence that names the parameters without a gradient up to `step`."""
         names = list(self.silent)
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return (
@@ -64,7 +63,7 @@ class GradientCheck:
 
 
 def steps_needed(config: AdapterConfig) -> int:
-    """Return after how many steps a parameter without a gradient is no accident (under one in a million)."""
+    """Return after how many steps a parameter without a gradient is no accident: under one in a million."""
     left_out = config.module_dropout
     chance = left_out + (1.0 - left_out) * config.rank_dropout**config.rank
     return 2 if chance == 0.0 else 2 + math.ceil(math.log(1e-6) / math.log(chance))

@@ -1,7 +1,4 @@
-"""Optimizers that torch lacks and that run on every system: Lion and StableAdamW.
-
-Both keep float32 memory beside the weights and change nothing but the weights and that memory.
-"""
+"""Optimizers that torch lacks, for every system: Lion and StableAdamW. Both keep float32 state."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps of equal size in the direction of a sign: one memory tensor instead of Adam's two.
+    """Steps of equal size in the direction of the sign, with half of Adam's state.
 
-    Chen et al. 2023, arXiv:2302.06675, alg. 2. Wants a third to a tenth of Adam's learning rate.
+    Chen et al. 2023, arXiv:2302.06675, alg. 2. Needs a third to a tenth of Adam's learning rate.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
@@ -35,10 +32,10 @@ class Lion(torch.optim.Optimizer):
 
 
 class StableAdamW(torch.optim.Optimizer):
-    """AdamW whose step is shortened where a gradient is larger than its running average leads to expect.
+    """AdamW with shorter steps for gradients that are larger than their running average predicts.
 
     Wortsman et al. 2023, arXiv:2304.13013, alg. 2: the learning rate of a tensor is divided by max(1, RMS),
-    where RMS^2 = mean(g^2 / max(v, eps^2)). It takes the place of gradient clipping.
+    where RMS^2 = mean(g^2 / max(v, eps^2)). It replaces gradient clipping.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step: nothing to save, nothing to resume.
 
-A schedule is a multiple m(t) of the learning rate over progress t, 0 to 1 after warm-up; the total is the
-whole run's, not one node's.
+A schedule is a multiple m(t) of the learning rate over the progress t, 0 to 1 after warm-up. The total is
+that of the whole run, not of one node.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..user_error import UserError
 def multiplier(config: ScheduleConfig, step: int) -> float:
     """Return the factor on the learning rate at `step`, counted from 0.
 
-    A linear warm-up to 1, then the named decay from 1 to `config.floor`, which holds beyond the total
-    steps. Raises UserError for an unknown schedule, or a decaying one that does not know its total steps.
+    A linear warm-up to 1, then the named decay from 1 to `config.floor`, which also holds after the total
+    steps. Raises UserError for an unknown schedule, and for a decaying one without total steps.
     """
     if config.name not in SCHEDULES:
         raise UserError(f"schedule: {config.name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
     if config.name != "constant" and config.total_steps < 1:
-        raise UserError(f"schedule {config.name!r} needs total steps: the length of the whole run.")
+        raise UserError(f"schedule {config.name!r} needs total steps, the length of the whole run.")
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     length = max(1, config.total_steps - config.warmup_steps)
@@ -31,18 +31,18 @@ def multiplier(config: ScheduleConfig, step: int) -> float:
 
 
 def schedule_notes(config: ScheduleConfig, total: int) -> list[str]:
-    """Return a sentence where the warm-up takes all of a run of `total` steps, or the schedule ends early."""
+    """Return a sentence if warm-up takes all of a run of `total` steps, or the schedule ends before it."""
     if config.name != "constant" and 0 < config.total_steps < total:
         return [
             f"total_steps {config.total_steps}: the steps from there to {total} are trained at "
-            f"{multiplier(config, total):.0%} of the learning rate. Raise total_steps for another run over "
-            "all of them, or set the schedule to constant, which can always go on."
+            f"{multiplier(config, total):.0%} of the learning rate. Raise total_steps for a new run that "
+            "decays over all of them, or set the schedule to constant, which can always go on."
         ]
     if not 0 < total <= config.warmup_steps:
         return []
     return [
         f"warmup_steps {config.warmup_steps} of a run of {total} steps: the learning rate rises to the last "
-        f"step, where it is at {multiplier(config, total - 1):.0%}; a twentieth of the steps is usual."
+        f"step, where it reaches {multiplier(config, total - 1):.0%}; a twentieth of the steps is usual."
     ]
 
 
@@ -57,7 +57,7 @@ def restarts(t: float, cycles: int) -> float:
 
 
 def rex(t: float) -> float:
-    """(1 - t) / (1/2 + (1 - t)/2): slow first, steep last (Chen et al. 2021, arXiv:2107.04197, sec. 3)."""
+    """(1 - t) / (1/2 + (1 - t)/2): slow first, then steep (Chen et al. 2021, arXiv:2107.04197, sec. 3)."""
     return (1.0 - t) / (0.5 + 0.5 * (1.0 - t))
 
 
@@ -69,4 +69,4 @@ SCHEDULES: Mapping[str, Callable[[float, ScheduleConfig], float]] = {
     "polynomial": lambda t, config: (1.0 - t) ** config.power,
     "rex": lambda t, config: rex(t),
 }
-"""Name -> multiple as a function of progress in 0..1 after warm-up; 1 at the start, 0 at the end."""
+"""Name -> multiple of the learning rate at progress 0..1 after warm-up: 1 at the start, 0 at the end."""

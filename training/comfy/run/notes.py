@@ -1,5 +1,5 @@
-"""What a person should know of a run before it has cost time: a distilled base, patches, captions encoded
-anew, a resolution that the base was not made for, settings without effect."""
+"""What a person should know of a run before it costs time: a distilled base, patches, captions that are
+encoded again, a resolution that the base was not made for, settings without effect."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...optimizer.schedule import schedule_notes
 from ..model.denoiser import ComfyDenoiser
 
 MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
-"""Widgets in which loaders, ours and others', name the file of a base model."""
+"""Widgets in which loaders, ours or others, name the file of a base model."""
 
 
 def family_in(file: str, model: Any) -> Family:
-    """Return a MODEL's family from its base model's `file` ("": not known); the name may say distilled."""
+    """Return the family of a MODEL. The name of its `file` ("" if unknown) may tell that it is distilled."""
     config = model.model.model_config
     return family_of(type(config).__name__, config.unet_config, file=file)
 
@@ -31,43 +31,42 @@ def run_notes(
     total: int,
     sizes: Iterable[tuple[int, int]] = (),
 ) -> list[str]:
-    """Return a sentence for all that is unusual about a run of `total` steps, and for settings of no effect.
+    """Return a sentence for everything unusual about a run of `total` steps and for settings without effect.
 
-    `family` is that of its base's file; `sizes` are those of the pictures, (width, height) in pixels.
+    `family` is the one that the base's file names; `sizes` are (width, height) of the images in pixels.
     """
     patches = denoiser.patcher.patches
-    found = [f"{family.name}: {note}" for note in family.notes]
+    notes = [f"{family.name}: {note}" for note in family.notes]
     if patches:
-        found.append(
-            f"the incoming MODEL carries patches on {len(patches)} weights (a LoRA loaded before): they "
-            "apply while training and are no part of the result; load them beside it where they matter."
+        notes.append(
+            f"the incoming MODEL has patches on {len(patches)} weights (a LoRA loaded before): they apply "
+            "while training but are not part of the result; load them beside it where they matter."
         )
     if config.adapter.text_encoder:
-        found.append(
-            "text encoders are trained: captions are encoded in every step, and what the text cache holds of "
-            "them is not used."
+        notes.append(
+            "text encoders are trained: captions are encoded in every step; the text cache is not used."
         )
     made_for, side = family.resolution, max((width * height for width, height in sizes), default=0) ** 0.5
     if made_for and side > 1.5 * made_for:
-        found.append(
-            f"{family.name} was made for pictures of about {made_for} px and is trained at {side:.0f}, where "
-            f"it tends to draw things twice; {made_for} is the resolution to set in Load Dataset."
+        notes.append(
+            f"{family.name} was made for images of about {made_for} px and is trained at {side:.0f}, where it "
+            f"tends to draw things twice; set the resolution in Load Dataset to {made_for}."
         )
-    found += idle_patterns(denoiser.specs, denoiser.family, config.adapter)
-    found += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
-    return found + idle_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
+    notes += idle_patterns(denoiser.specs, denoiser.family, config.adapter)
+    notes += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
+    return notes + idle_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
 
 
 def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:
-    """Return the file that the `model` input of a node comes from in the queued graph, or ""."""
+    """Return the file that the `model` input of a node comes from in the queued graph; "" if unknown."""
     nodes, seen = prompt or {}, set()
     waiting = [_source(nodes, str(node_id), "model")]
     while waiting:
-        number = waiting.pop()
-        if number in seen or number not in nodes:
+        source = waiting.pop()
+        if source in seen or source not in nodes:
             continue
-        seen.add(number)
-        inputs = nodes[number].get("inputs", {})
+        seen.add(source)
+        inputs = nodes[source].get("inputs", {})
         for name in MODEL_FILES:
             if isinstance(inputs.get(name), str):
                 return str(inputs[name])
@@ -75,6 +74,6 @@ def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:
     return ""
 
 
-def _source(nodes: Mapping[str, Any], number: str, name: str) -> str:
-    value = nodes.get(number, {}).get("inputs", {}).get(name)
+def _source(nodes: Mapping[str, Any], node_id: str, name: str) -> str:
+    value = nodes.get(node_id, {}).get("inputs", {}).get(name)
     return str(value[0]) if isinstance(value, list) and value else ""

@@ -1,7 +1,7 @@
 """Graft's routes on ComfyUI's server, for the chart on Train Steps.
 
-They read the logs and the samples of runs under output/graft, and one of them sets the Finish flag. They
-write no file, run no code, and answer 404 for whatever is not part of a run.
+They read logs and samples of runs under output/graft, and one of them sets the Finish flag. They write no
+file, run no code, and answer 404 for anything that is not part of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
 
 
 def add_routes() -> None:
-    """Add the routes where a server is running, once."""
+    """Add the routes if a server is running, once."""
     server = running_server()
     if server is None:
         return
@@ -39,13 +39,18 @@ def add_routes() -> None:
             other = Path(inspect.getfile(route.handler)).resolve()
             if other != Path(__file__).resolve():
                 logger.error(
-                    "it is installed twice, in %s and in %s. The nodes of one do not go with the "
-                    "other's chart and Finish: remove one of these folders and restart ComfyUI.",
-                    *(file.parents[3] for file in (other, Path(__file__).resolve())),
+                    "installed twice, in %s and in %s. The nodes of one do not work with the chart and "
+                    "Finish of the other: remove one of these folders and restart ComfyUI.",
+                    *(_installation(file) for file in (other, Path(__file__).resolve())),
                 )
             return
     for route in routes():
         server.routes.route(route.method, route.path)(route.handler)
+
+
+def _installation(file: Path) -> Path:
+    """Return the folder of the Graft that a module belongs to, of this version or another."""
+    return next((folder.parent for folder in file.parents if folder.name == "training"), file.parent)
 
 
 def routes() -> list[web.RouteDef]:
@@ -60,30 +65,30 @@ def routes() -> list[web.RouteDef]:
 
 
 async def runs(request: web.Request) -> web.Response:
-    """Answer {runs}: those that a node of this server trained or is training, the latest last."""
+    """Answer {runs}: the runs that this server has trained or is training, the latest last."""
     return web.json_response({"runs": known_runs()})
 
 
 async def shown(request: web.Request) -> web.Response:
     """Answer {runs, settings} for {workflow, prompt}, a graph in API form.
 
-    Both are by the nodes' numbers: the run that a Train Steps shows, and a digest of any node's settings.
+    Both are keyed by node id: the run that a Train Steps shows, and a digest of each node's settings.
     """
     try:
         asked = await request.json()
         graph, workflow = asked["prompt"], asked.get("workflow")
-        found = await _in_thread(
+        answer = await _in_thread(
             lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph, added_inputs)}
         )
     except (ValueError, TypeError, LookupError, RecursionError):
         return _refused("no graph in API form", 400)
-    return web.json_response(found)
+    return web.json_response(answer)
 
 
 async def log(request: web.Request) -> web.Response:
-    """Answer {start, next, more, entries} for ?run=<run>&start=<byte>: the steps logged since that byte.
+    """Answer {start, next, more, entries} for ?run=<run>&start=<byte>: the steps logged from that byte on.
 
-    `start` comes back as 0 when the log has become shorter, which means that it was begun again.
+    `start` comes back as 0 if the log has become shorter: it was begun again.
     """
     path = _run_folder(request) / "log.jsonl"
     start = request.query.get("start", "0")
@@ -99,7 +104,7 @@ async def files(request: web.Request) -> web.Response:
 
 
 async def sample(request: web.Request) -> web.StreamResponse:
-    """Answer the picture ?run=<run>&name=step-<n>-<prompt>.png."""
+    """Answer the image ?run=<run>&name=step-<n>-<prompt>.png."""
     folder, name = _run_folder(request), request.query.get("name", "")
     path = folder / "samples" / name
     if not SAMPLE.fullmatch(name) or not _is_file_of(folder, path):
@@ -108,7 +113,7 @@ async def sample(request: web.Request) -> web.StreamResponse:
 
 
 async def finish(request: web.Request) -> web.Response:
-    """End the run after its current step, keeping its LoRA."""
+    """End the run after its current step; it keeps its LoRA."""
     run = request.match_info["run"]
     if not request_finish(run):
         return _refused("no such run is under way", 404)
@@ -122,17 +127,17 @@ def list_files(folder: Path) -> dict[str, Any]:
         for name in _names(folder / "samples")
         if (match := SAMPLE.fullmatch(name)) and _is_file_of(folder, folder / "samples" / name)
     ]
-    found = (CHECKPOINT.fullmatch(name) for name in _names(folder / "checkpoints"))
+    checkpoints = (CHECKPOINT.fullmatch(name) for name in _names(folder / "checkpoints"))
     return {
         "samples": sorted(samples, key=lambda row: (row["step"], row["number"])),
-        "checkpoints": sorted(int(match[1]) for match in found if match),
+        "checkpoints": sorted(int(match[1]) for match in checkpoints if match),
     }
 
 
 def _run_folder(request: web.Request) -> Path:
-    """Return the folder of ?run=<run>. Raises HTTPNotFound unless it is that of a run under output/graft.
+    """Return the folder of ?run=<run>. Raises HTTPNotFound unless it is a run under output/graft.
 
-    A run that this server has begun has no log before its first step.
+    A run that this server has begun has no log until its first step.
     """
     root, run = paths.graft_folder(), request.query.get("run", "")
     try:
@@ -146,7 +151,7 @@ def _run_folder(request: web.Request) -> Path:
 
 
 def _is_file_of(folder: Path, path: Path) -> bool:
-    """Whether `path` is an ordinary file that lies in `folder` also when links are followed."""
+    """Return whether `path` is a regular file in `folder`, also after following links."""
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError):
@@ -164,5 +169,5 @@ def _refused(reason: str, status: int) -> web.Response:
     return web.json_response({"error": reason}, status=status)
 
 
-async def _in_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return await asyncio.get_running_loop().run_in_executor(None, work)
+async def _in_thread(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return await asyncio.get_running_loop().run_in_executor(None, compute)

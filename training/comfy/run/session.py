@@ -1,4 +1,4 @@
-"""A running training as ComfyUI sees it: progress on the node, Cancel, and Finish."""
+"""A run as ComfyUI shows it: progress on the node, Cancel and Finish."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Show = Callable[[Progress], str | None]
 
 @dataclass
 class LiveRun:
-    """What the editor is told of a run: whose it is and how far it has come. Its log says the rest."""
+    """What the editor knows of a run: which node trains it and how far it is. The log has the rest."""
 
     run: str
-    """Its folder below output/graft."""
+    """Its folder under output/graft."""
     node: str | None
     """The node that trains it; inside subgraphs "12:3"."""
     workflow: str | None
-    """Id of the workflow that was queued; None when the prompt came without one."""
+    """Id of the workflow that was queued; None if the prompt came without one."""
     first: int
     last: int
     step: int
     settings: str = ""
-    """Digest of the settings that it was queued with."""
+    """Digest of the settings it was queued with."""
     running: bool = True
     finishing: bool = False
 
@@ -45,12 +45,12 @@ _runs: dict[str, LiveRun] = {}
 
 
 def known_runs() -> list[dict[str, Any]]:
-    """Return what the editor is told of each run of this process."""
+    """Return what the editor knows of each run of this process."""
     return [asdict(run) for run in list(_runs.values())]
 
 
 def request_finish(run: str) -> bool:
-    """Ask the run in output/graft/<run> to end after its current step; False when none is under way."""
+    """Ask the run in output/graft/<run> to end after its current step; return False if it is not training."""
     live = _runs.get(run)
     if live is None or not live.running:
         return False
@@ -76,41 +76,41 @@ def show_run(
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
     _runs.pop(run, None)
     live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first, settings)
-    logged = told = 0.0
+    logged = sent = 0.0
 
     def show(progress: Progress) -> str | None:
-        nonlocal logged, told
+        nonlocal logged, sent
         bar.update_absolute(progress.step - first, last - first)
         live.step = progress.step
         now = time.monotonic()
-        if now - told > 1 / EVENTS_A_SECOND:
-            told = now
-            _tell(live)
+        if now - sent > 1 / EVENTS_A_SECOND:
+            sent = now
+            _send_run(live)
         if now - logged > 0.5 or progress.step == last:
             logged = now
-            if workflow is None:  # otherwise the editor shows more than a line
+            if workflow is None:  # with one, the editor shows a chart
                 _send_text(describe(progress), node_id)
             log.info("%s", describe(progress))
         comfy.model_management.throw_exception_if_processing_interrupted()
         return STOP if live.finishing else None
 
-    _tell(live)
+    _send_run(live)
     try:
         yield show
     finally:
         live.running = live.finishing = False
-        _tell(live)
+        _send_run(live)
 
 
 def _send_text(text: str, node_id: str | None) -> None:
-    """Show a line on the node, where a server is running and its version can."""
+    """Show a line on the node, if a server is running and its version can."""
     server = running_server()
     if server is not None and node_id is not None and hasattr(server, "send_progress_text"):
         server.send_progress_text(text, node_id)
 
 
-def _tell(live: LiveRun) -> None:
-    """Send the event graft.run to every page, where a server is running."""
+def _send_run(live: LiveRun) -> None:
+    """Send the event graft.run to every page, if a server is running."""
     server = running_server()
     if server is not None:
         server.send_sync("graft.run", asdict(live))

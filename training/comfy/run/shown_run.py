@@ -1,4 +1,4 @@
-"""Which run a Train Steps shows in the editor: the one that was queued with the settings that stand there."""
+"""Which run a Train Steps shows in the editor: the one that was queued with its present settings."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TRAIN_STEPS = "GraftTrainSteps"
 
 
 def shown_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
-    """Return the run that each Train Steps of a graph shows, by the node's number.
+    """Return the run that each Train Steps of a graph shows, by node id.
 
-    "same" says whether the run was queued with the node's settings; otherwise it is the latest of that node.
-    Raises UserError for what is no graph.
+    "same" is true if the run was queued with the node's settings; otherwise it is the node's latest run.
+    Raises UserError if `graph` is not a graph.
     """
-    found = {}
-    for node, values in nodes_of(graph).items():
+    shown = {}
+    for node_id, values in nodes_of(graph).items():
         if values.get("class_type") == TRAIN_STEPS:
-            settings = run_settings(graph, node, added_inputs)
-            same = _known(settings=settings) or _from_folder(values["inputs"].get("name"), settings)
-            if run := same or _known(node=node, workflow=workflow or ""):
-                found[node] = {**run, "same": same is not None}
-    return found
+            settings = run_settings(graph, node_id, added_inputs)
+            same = _latest_known(settings=settings) or _latest_saved(values["inputs"].get("name"), settings)
+            if run := same or _latest_known(node=node_id, workflow=workflow or ""):
+                shown[node_id] = {**run, "same": same is not None}
+    return shown
 
 
 def added_inputs(kind: str) -> dict[str, Any]:
@@ -39,24 +39,24 @@ def added_inputs(kind: str) -> dict[str, Any]:
     return {entry.id: entry.default for entry in inputs if ADDED in (entry.extra_dict or {})}
 
 
-def _known(**wanted: Any) -> dict[str, Any] | None:
-    """Return the latest run of this server of which these values are told."""
+def _latest_known(**wanted: Any) -> dict[str, Any] | None:
+    """Return the latest run of this server with these values."""
     runs = reversed(known_runs())
     return next((run for run in runs if all(run[name] == value for name, value in wanted.items())), None)
 
 
-def _from_folder(name: Any, settings: str) -> dict[str, Any] | None:
+def _latest_saved(name: Any, settings: str) -> dict[str, Any] | None:
     """Return the latest run of this name in output/graft that was queued with `settings`."""
-    found = []
-    with suppress(OSError, ValueError):  # no usable name
+    saved = []
+    with suppress(OSError, ValueError):  # the name is not usable
         pattern = paths.run_folder(str(name), "")
         for folder in pattern.parent.glob("*"):
             key = folder.name.removeprefix(pattern.name)
             if folder.name.startswith(pattern.name) and re.fullmatch("[0-9a-f]{16}", key):
                 last = read_queued(folder).get(settings)
                 if last is not None:
-                    found.append(((folder / QUEUED).stat().st_mtime, folder, last))
-    if not found:
+                    saved.append(((folder / QUEUED).stat().st_mtime, folder, last))
+    if not saved:
         return None
-    _, folder, last = max(found)
+    _, folder, last = max(saved)
     return {"run": paths.run_name(folder), "last": last, "running": False, "finishing": False}
