@@ -100,5 +100,5 @@ def test_a_nodes_bar_moves_a_few_times_a_second_and_cancel_is_asked_for_each_tim
 def test_a_prompt_is_no_longer_than_a_caption():
     assert SamplePrompts(object(), object(), ("x" * LONGEST,))
     for texts in ({"prompts": ("x" * (LONGEST + 1),)}, {"prompts": ("x",), "negative": "x" * (LONGEST + 1)}):
-        with pytest.raises(ValueError, match=f"a prompt has {LONGEST + 1} letters; {LONGEST} are the most"):
+        with pytest.raises(ValueError, match=f"a prompt has {LONGEST + 1} letters; at most {LONGEST} are"):
             SamplePrompts(object(), object(), **texts)

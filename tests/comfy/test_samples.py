@@ -99,7 +99,7 @@ def test_samples_show_the_lora_of_their_step_and_the_trigger(base):
 def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt_weights(monkeypatch):
     drawn = []
     monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
-    monkeypatch.setattr(samples_module, "_picture", lambda *arguments: drawn.append(arguments[3]))
+    monkeypatch.setattr(samples_module, "_draw_prompt", lambda *arguments: drawn.append(arguments[3]))
     plan = samples_module.SamplePrompts("clip", "vae", ("(happy:1.2) [trigger]",))
     family = types.SimpleNamespace(bucket_step=16, cfg=4.0)
     list(samples_module.draw_samples(plan, None, types.SimpleNamespace(step=0), family, "ganyu (genshin)"))
@@ -145,7 +145,7 @@ def test_memory_that_runs_out_costs_size_and_then_the_picture(
         patch.setattr(samples_module, "_sample", small)
         execute(sampled(name))
     assert {Image.open(path).size for path in drawn(base, name).values()} == sizes
-    assert "memory does not suffice for the sample 'a sks square' at 64x96" in caplog.text
+    assert "memory ran out for the sample 'a sks square' at 64x96" in caplog.text
     assert_as_without_samples(execute, base, name)
 
 
@@ -239,7 +239,7 @@ def test_pictures_are_drawn_while_their_state_is_there_and_otherwise_said_to_be_
         execute(sampled("gaps", every=1, negative="a circle"))  # so that ComfyUI runs the node again
     gone = {f"step-{step:08d}-{number}.png" for step in (1, 3) for number in (0, 1)}
     assert set(drawn(base, "gaps")) == names - gone and len(names) == 10
-    assert "samples of step 1, 3 are missing, and cannot be drawn" in caplog.text
+    assert "samples of step 1, 3 are missing and cannot be drawn" in caplog.text
 
 
 class EncodesByLength:
@@ -285,7 +285,7 @@ def test_what_is_without_effect_is_said_once_a_run_in_the_log_and_on_the_node(ex
         executor = execute(sampled("guided", every=1, **values))
     [shown] = executor.history_result["outputs"]["5"]["text"]
     for text in (caplog.text, shown):
-        assert text.count("guidance 3 of Sample Prompts: SD3.5 Large takes none") == 1
+        assert text.count("guidance 3 of Sample Prompts: SD3.5 Large has no") == 1
         assert text.count("the negative prompt of Sample Prompts has no effect at cfg 1") == 1
 
 
@@ -306,7 +306,7 @@ def test_the_guidance_scale_is_the_models_unless_one_is_set(monkeypatch, model, 
     without_effect = "the negative prompt of Sample Prompts has no effect at cfg 1."
     assert plan.notes(family) == ([without_effect] if cfg == 1 else [])
     burnt = dataclasses.replace(plan, cfg=3.0).notes(family)
-    assert ["distilled to be drawn at 1" in note for note in burnt] == ([True] if cfg == 1 else [])
+    assert ["is distilled for cfg 1" in note for note in burnt] == ([True] if cfg == 1 else [])
 
 
 def test_the_grid_is_drawn_at_the_guidance_scale_of_the_file_it_comes_from(execute, base, monkeypatch):

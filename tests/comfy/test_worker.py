@@ -153,7 +153,7 @@ def test_a_process_that_would_train_another_run_than_the_server_shows_ends_befor
     workers.end_with("7", "rex-01")
     workers.require_same_run("7", "rex-01")
     workers.require_same_run("5", "stage-one-01")  # before it in the graph
-    with pytest.raises(ValueError, match="would train rex-02, and ComfyUI shows rex-01"):
+    with pytest.raises(ValueError, match="would train rex-02, but ComfyUI shows rex-01"):
         workers.require_same_run("7", "rex-02")
 
 
@@ -207,7 +207,7 @@ def test_processes_that_fail_are_quoted(processes, tmp_path):
 @posix
 def test_what_the_processes_end_with_is_quoted_alone(processes, tmp_path):
     processes("echo graft worker: no room; echo graft worker: no room; seq 30; exit 3")
-    with pytest.raises(ValueError, match="last words:\ngraft worker: no room$"):
+    with pytest.raises(ValueError, match="last output:\ngraft worker: no room$"):
         train(tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_finish_ends_the_processes_and_queueing_again_starts_none(processes, tmp
 
 @posix
 def test_a_node_outside_the_queued_graph_cannot_use_several_cards(tmp_path):
-    with pytest.raises(ValueError, match="gpus: only a Train Steps that stands in the queued graph"):
+    with pytest.raises(ValueError, match="gpus: only a Train Steps in the queued graph"):
         workers.train(Run(tmp_path), {"5": {}}, "12:3", 2, 0, 10, lambda progress: None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from graft.training.run.drawing import FAINT, MARK, STRONG, Column, axis, loss_plot, sample_grid, smoothed
+from graft.training.run.drawing import FAINT, MARK, STRONG, Column, axis, loss_plot, sample_grid, smooth
 
 TEXT = {"title": "my_lora", "subtitle": "600 steps"}
 
@@ -40,6 +40,6 @@ def test_held_out_losses_are_drawn_where_there_are_any():
 
 
 def test_the_mean_has_no_lag_and_the_axis_round_ends():
-    assert smoothed([2.0, 2.0, 2.0], 10) == pytest.approx([2.0] * 3)
+    assert smooth([2.0, 2.0, 2.0], 10) == pytest.approx([2.0] * 3)
     low, high, step = axis(0.31, 0.88)
     assert low <= 0.31 and high >= 0.88 and (high - low) / step == pytest.approx(round((high - low) / step))

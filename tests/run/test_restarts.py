@@ -39,7 +39,7 @@ def test_where_the_settings_are_the_same_it_must_be_the_pictures(tmp_path):
     go(tmp_path / "kitty-01", 1)
     frugal = dataclasses.replace(CONFIG, memory=dataclasses.replace(CONFIG.memory, checkpointing="block"))
     [note] = restart_notes(Run(tmp_path / "kitty-02"), frugal, None, 4)
-    assert "the pictures, their captions, the base model or the start are others" in note
+    assert "the images, their captions, the base model or the start are different" in note
     for damaged in ("{}", "[]", "5", "[" * 100_000, '{"se'):
         (tmp_path / "kitty-01" / "config.json").write_text(damaged)
         assert restart_notes(Run(tmp_path / "kitty-02"), OTHER, None, 4)

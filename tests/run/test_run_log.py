@@ -17,7 +17,7 @@ from graft.training.optional import optional
 from graft.training.run import run_log
 from graft.training.run.execute import execute
 from graft.training.run.folder import Run
-from graft.training.run.run_log import RunLog, clock, describe, entry, progress_of, read_entries, read_log
+from graft.training.run.run_log import RunLog, clock, describe, entry_of, progress_of, read_entries, read_log
 
 from ..support.tiny import TinyDataset, TinyDenoiser
 from ..test_laws import CONFIG
@@ -64,7 +64,7 @@ def test_durations_read_like_a_clock():
 
 
 def test_an_entry_holds_the_same_and_none_for_what_does_not_apply():
-    line = entry(STEP)
+    line = entry_of(STEP)
     assert (line["step"], line["loss"], line["images_per_second"], line["time_left"]) == (
         40,
         0.125,
@@ -92,7 +92,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
 
 def test_a_log_that_could_not_be_written_for_a_while_lacks_no_line(tmp_path, monkeypatch):
     """Excel has log.csv open from the first step on, then a drive goes away in the middle of a line."""
-    monkeypatch.setattr(run_log, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(run_log, "RETRY_SECONDS", 0.0)
     table = tmp_path / "log.csv"
     table.mkdir()
 
@@ -141,7 +141,7 @@ def test_a_log_as_a_table_has_every_step_once_after_a_resume(tmp_path):
 
 
 def test_a_table_that_somebody_holds_or_that_is_gone_stops_no_run_and_lacks_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(run_log, "RETRY_SECONDS", 0.0)
     table, away = tmp_path / "log.sqlite", tmp_path / "away"
 
     def on_step(progress, handles):

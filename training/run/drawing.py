@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn with Pillow alone: a labeled grid of samples, and the course of the loss."""
+"""Images about a run, drawn with Pillow alone: a labeled grid of samples, and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FAINT: Color = (176, 202, 238)
 STRONG: Color = (24, 95, 196)
 MARK: Color = (214, 84, 34)
 
-MARGIN, GUTTER, LABEL_WIDTH, PICTURE_HEIGHT = 28, 10, 168, 176
+MARGIN, GUTTER, LABEL_WIDTH, IMAGE_HEIGHT = 28, 10, 168, 176
 
 
 @dataclass(frozen=True)
 class Column:
-    """One prompt: what is written above it, and its pictures from the top row to the bottom one."""
+    """One prompt: the text above it, and its images from top to bottom."""
 
     title: str
     note: str
@@ -36,11 +36,11 @@ def sample_grid(
     *,
     title: str,
     subtitle: str,
-    height: int = PICTURE_HEIGHT,
+    height: int = IMAGE_HEIGHT,
 ) -> Image.Image:
     """Draw prompts from left to right and models from top to bottom; `rows` names the models.
 
-    Pictures get one `height`, as they are looked at side by side; wider ones make a wider column.
+    All images are scaled to one `height`; wider ones make a wider column.
     """
     cells = [[_to_height(image, height) for image in column.images] for column in columns]
     widths = [max(image.width for image in column) for column in cells]
@@ -53,9 +53,9 @@ def sample_grid(
     draw = ImageDraw.Draw(page)
     draw.text((MARGIN, MARGIN), title, INK, font(28))
     draw.text((MARGIN, MARGIN + 38), subtitle, GRAY, font(16))
-    for number, label in enumerate(rows):
+    for index, label in enumerate(rows):
         name, _, note = label.partition("\n")
-        y = top + number * (height + GUTTER) + height // 2
+        y = top + index * (height + GUTTER) + height // 2
         draw.text((MARGIN, y - 11), name, INK, font(20), anchor="lm")
         draw.text((MARGIN, y + 13), note, GRAY, font(15), anchor="lm")
     x = MARGIN + LABEL_WIDTH
@@ -63,8 +63,8 @@ def sample_grid(
         draw.text((x + width / 2, top - 30), column.note, GRAY, font(13), anchor="ma")
         for line, text in enumerate(reversed(head)):
             draw.text((x + width / 2, top - 52 - 21 * line), text, INK, font(17), anchor="ma")
-        for number, image in enumerate(images):
-            y = top + number * (height + GUTTER)
+        for index, image in enumerate(images):
+            y = top + index * (height + GUTTER)
             page.paste(image, (x + (width - image.width) // 2, y))
             draw.rectangle((x - 1, y - 1, x + width, y + height), outline=RULE)
         x += width + GUTTER
@@ -78,9 +78,9 @@ def loss_plot(
     subtitle: str,
     validations: Sequence[tuple[int, float]] = (),
 ) -> Image.Image:
-    """Draw the loss of every step, and its mean over about a tenth of the run, which is what to look at.
+    """Draw the loss of each step, and its mean over about a tenth of the run, which is the one to look at.
 
-    `validations` are (step, loss on held-out images), drawn as a line of its own.
+    `validations` are (step, loss on held-out images), drawn as a line of their own.
     """
     scale, size, left, top, right, bottom = 2, (960, 520), 78, 104, 28, 58
     page = Image.new("RGB", (size[0] * scale, size[1] * scale), PAPER)
@@ -90,7 +90,7 @@ def loss_plot(
         return x * scale, y * scale
 
     window = max(1, len(losses) // 10)
-    smooth = smoothed(losses, window)
+    means = smooth(losses, window)
     held_out = [loss for _, loss in validations]
     low, high, step = axis(min([*losses, *held_out]), max([_percentile(losses, 0.995), *held_out]))
 
@@ -106,14 +106,14 @@ def loss_plot(
         (x0, y), (x1, _) = place(0, value), place(max(1, len(losses) - 1), value)
         draw.line((x0, y, x1, y), RULE, scale)
         draw.text((x0 - 10 * scale, y), f"{value:.{_digits(step)}f}", GRAY, font(14 * scale), anchor="rm")
-    for number in _step_ticks(len(losses)):
-        x, y = place(number - 1, low)
-        draw.text((x, y + 10 * scale), str(number), GRAY, font(14 * scale), anchor="ma")
+    for step_number in _step_ticks(len(losses)):
+        x, y = place(step_number - 1, low)
+        draw.text((x, y + 10 * scale), str(step_number), GRAY, font(14 * scale), anchor="ma")
     draw.text(at(size[0] - right, size[1] - 14), "step", GRAY, font(14 * scale), anchor="rb")
     if len(losses) > 1:
         draw.line([place(i, v) for i, v in enumerate(losses)], FAINT, scale, joint="curve")
-        draw.line([place(i, v) for i, v in enumerate(smooth)], STRONG, 3 * scale, joint="curve")
-    marks = [place(number - 1, value) for number, value in validations]
+        draw.line([place(i, v) for i, v in enumerate(means)], STRONG, 3 * scale, joint="curve")
+    marks = [place(step_number - 1, value) for step_number, value in validations]
     if len(marks) > 1:
         draw.line(marks, MARK, 2 * scale, joint="curve")
     for x, y in marks:
@@ -133,17 +133,17 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return the exponential mean over about `window` values, without the lag of a start from zero."""
-    keep, total, weight, means = 1 - 1 / window, 0.0, 0.0, []
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Return the exponential mean over about `window` values, corrected for its start from zero."""
+    decay, total, weight, means = 1 - 1 / window, 0.0, 0.0, []
     for value in values:
-        total, weight = keep * total + value, keep * weight + 1
+        total, weight = decay * total + value, decay * weight + 1
         means.append(total / weight)
     return means
 
 
 def axis(low: float, high: float) -> tuple[float, float, float]:
-    """Return round ends that hold `low` and `high`, and a round step between 4 and 8 to the axis."""
+    """Return round ends of an axis that contains `low` and `high`, and a round step: 4 to 8 on the axis."""
     span = max(high - low, 1e-6 * max(1.0, abs(high)))
     power = 10.0 ** math.floor(math.log10(span))
     step = next(power * factor for factor in (0.1, 0.2, 0.5, 1.0, 2.0) if span / (power * factor) <= 7)
@@ -172,7 +172,7 @@ def _to_height(image: Image.Image, height: int) -> Image.Image:
 def _wrap(
     text: str, used: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int, *, lines: int
 ) -> list[str]:
-    """Break text into at most `lines` lines of `width` pixels; ... at the end where something is left out."""
+    """Break text into at most `lines` lines of `width` pixels; "..." at the end marks what is left out."""
     broken: list[str] = []
     for word in text.split() or [""]:
         if broken and used.getlength(f"{broken[-1]} {word}") <= width:

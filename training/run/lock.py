@@ -1,7 +1,7 @@
-"""One process at a time works in a run's folder.
+"""The lock of a run's folder: only one process at a time trains there.
 
-The operating system holds the lock and releases it when a process ends in any way, so none is ever left
-behind; the process number in the file is for people.
+The operating system holds the lock and releases it however the process ends, so no lock is ever left behind.
+The process id in the file is for people.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..log import log
 from ..user_error import FileError, UserError
 
 NAME = "lock"
-HELD = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
-"""What systems say of a lock that another process has; anything else is a drive without locks."""
-PLACE = 1 << 20
-"""Byte that is locked: behind the text, as Windows lets nobody read a locked byte."""
+LOCKED = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
+"""Errors for a lock that another process holds; any other error means a drive without locks."""
+OFFSET = 1 << 20
+"""The byte that is locked: after the text, because Windows lets nobody read a locked byte."""
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if need be.
+    """Hold the lock of `folder` during the context; create the folder if it is missing.
 
-    Raises UserError when another run holds it, and OSError when the folder cannot be written.
+    Raises UserError when another run holds the lock, and OSError when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,15 +39,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             _lock(file)
         except OSError as error:
-            if error.errno not in HELD:
-                log.warning("%s cannot be locked (%s); train it once at a time.", folder, error)
+            if error.errno not in LOCKED:
+                log.warning("%s cannot be locked (%s); train it in one place at a time.", folder, error)
             else:
                 raise UserError(
                     f"{folder.name}: this run is being trained already, by process {_owner(folder)}; wait "
-                    "for it, or give this one another name or seed."
+                    "until it ends, or use another name or seed."
                 ) from error
         try:
-            with suppress(OSError):  # a full disk is no reason not to train
+            with suppress(OSError):  # a full disk should not prevent training
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
@@ -67,11 +67,11 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: IO[str]) -> None:
-        file.seek(PLACE)
+        file.seek(OFFSET)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
 
     def _unlock(file: IO[str]) -> None:
-        file.seek(PLACE)
+        file.seek(OFFSET)
         msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
 
 else:

@@ -1,7 +1,7 @@
-"""Space for one more checkpoint, held on the disk while a run trains.
+"""Disk space for one more checkpoint, reserved while a run trains.
 
-A disk may become full within a step. Whoever filled it cannot take what is held here, and the last step can
-still be saved.
+Another program may fill the disk within a step. It cannot take this space, so the last step can still be
+saved.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ BLOCK = 1 << 20
 
 
 class Reserve:
-    """Holds space by a file without a name, which goes with the process however that ends."""
+    """Holds space by a file without a name, which disappears with the process however it ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file: IO[bytes] | None = None
         self.size = 0
-        """Bytes that are held."""
+        """Bytes reserved now."""
 
     def hold(self, size: int) -> None:
-        """Hold at least `size` bytes, or none where the disk has not so many."""
+        """Reserve at least `size` bytes, or none if the disk has less."""
         if self.size >= size:
             return
         self.release()
@@ -36,7 +36,7 @@ class Reserve:
             self.release()
 
     def release(self) -> int:
-        """Give the space back and return how much that was."""
+        """Free the space and return its bytes."""
         released, self.size = self.size, 0
         if self.file is not None:
             self.file.close()

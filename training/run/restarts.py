@@ -1,7 +1,6 @@
-"""What a run that begins anew has in common with the last one of its name, and what not.
+"""Why a run starts from step 0 instead of going on, for people who expected it to go on.
 
-A setting that decides the result makes another run, in a folder of its own, from step 0. Whoever only wanted
-to go on should be told.
+Changing a setting that decides the result makes another run, in a folder of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from .folder import Run
 from .saved_state import StateHandle, read_object
 
 SHOWN = 4
-"""Differences that are listed."""
+"""Differences that are listed at most."""
 
 
 def restart_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
-    """Return a sentence when `run`, asked for step `last`, was ended before that by Finish, or has no
-    checkpoint to go on from, and the last run of its name has; none where the state `start` comes from it.
+    """Return a sentence if Finish ended `run` before step `last`, or if it has no checkpoint to go on from
+    while the last run of its name has; none if `start` comes from that run.
     """
     checkpoints = Checkpoints(run)
     saved = checkpoints.steps()
@@ -41,30 +40,30 @@ def restart_notes(run: Run, config: TrainConfig, start: StateHandle | None, last
             return []
         return [
             f"this is a new run, not more steps of {other.folder.name} (step {reached[-1]}): "
-            f"{differences(_read(other), _flat(config))}. To go on from there, load that name with Load "
-            "Training State and connect it to start."
+            f"{describe_differences(_read(other), _flat(config))}. To go on from there, load that name with "
+            "Load Training State and connect it to start."
         ]
     return []
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say which settings are not as they were, or that it must be something else."""
+def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a sentence of the settings that changed, or one that the difference lies elsewhere."""
     changed = [name for name in now if name in before and before[name] != now[name]]
-    found = [f"{name} is {now[name]!r}, was {before[name]!r}" for name in changed[:SHOWN]]
+    listed = [f"{name} is {now[name]!r}, was {before[name]!r}" for name in changed[:SHOWN]]
     if len(changed) > SHOWN:
-        found.append(f"{len(changed) - SHOWN} more settings differ")
-    return "; ".join(found) or "the pictures, their captions, the base model or the start are others"
+        listed.append(f"{len(changed) - SHOWN} more settings differ")
+    return "; ".join(listed) or "the images, their captions, the base model or the start are different"
 
 
 def _read(run: Run) -> dict[str, Any]:
-    """Return the settings of a run; none where an older Graft wrote them otherwise."""
+    """Return the settings of a run; none if an older Graft wrote them in another form."""
     with suppress(OSError, ValueError):
         return _flat(from_dict(TrainConfig, read_object(run.folder / "config.json")))
     return {}
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
-    """Return {"optimizer.lr": ...}: what decides the result."""
+    """Return what decides the result, flat: {"optimizer.lr": ...}."""
     nested = asdict(replace(config, memory=config.memory.deciding()))
     return {
         f"{part}.{name}" if isinstance(values, dict) else part: value

@@ -1,8 +1,8 @@
-"""The course of a run on disk: `log.jsonl`, `log.csv`, one line a step; where wanted `log.sqlite`, one row of
-its table `steps` a step, and TensorBoard's files.
+"""The log of a run on disk: `log.jsonl` and `log.csv` with one line per step; if wanted, also `log.sqlite`
+with one row per step in its table `steps`, and TensorBoard's files.
 
-Lines are appended as steps are done. A run that resumes first drops the lines beyond the step it resumes
-at, and the torn line that a kill may leave, so that every step is there once.
+A run that resumes first drops the lines after its step, and the torn line that a kill may leave, so every
+step is there once.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ FIELDS = (
 )
 
 CHUNK = 4 << 20
-"""Most bytes of a log that are read at once."""
+"""Bytes of a log that are read at once, at most."""
 
-AGAIN_SECONDS = 30.0
-"""After a write that failed, the next is tried so much later: on Windows a failure takes two seconds."""
+RETRY_SECONDS = 30.0
+"""Wait after a failed write before the next one: on Windows a failure takes two seconds."""
 
 Entry = dict[str, Any]
 
 
-def entry(progress: Progress) -> Entry:
-    """Return what the log says of one step; a value that does not apply is None."""
+def entry_of(progress: Progress) -> Entry:
+    """Return the log's entry for one step; a value that does not apply is None."""
     rate = progress.images / progress.seconds if progress.seconds else None
     values = {**vars(progress), "images_per_second": rate, "memory": progress.memory or None}
     return {name: _rounded(values[name]) for name in FIELDS}
 
 
 def progress_of(entry: Entry, total: int) -> Progress:
-    """Return the step that an entry of the log was made of, in a run to step `total`."""
+    """Return the step that an entry was made from, in a run to step `total`."""
     numbers = {name: entry[name] for name in ("step", "loss", "lr", "grad_norm", "seconds", "validation")}
     smoothed, left = (math.nan if entry[name] is None else entry[name] for name in ("smoothed", "time_left"))
     return Progress(**numbers, total=total, smoothed=smoothed, time_left=left)
 
 
 def describe(progress: Progress) -> str:
-    """Return one line for people: what the console and the node show of a step."""
+    """Return one line about a step, for the console and the node."""
     parts = [
         f"step {progress.step}/{progress.total}",
         f"loss {progress.loss:.4f} (mean {progress.smoothed:.4f})",
@@ -79,30 +79,30 @@ def describe(progress: Progress) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as people read it: 0:42, 12:05, 1:02:03."""
+    """Return a duration like 0:42, 12:05 or 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def read_log(path: Path) -> list[Entry]:
-    """Return the entries of a `log.jsonl`, up to the first line that is torn; none when there is no file."""
+    """Return the entries of a `log.jsonl` up to the first torn line; none if there is no file."""
     entries: list[Entry] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
-            if (found := _entry(line)) is None:
+            if (entry := _entry(line)) is None:
                 break
-            entries.append(found)
+            entries.append(entry)
     except (OSError, ValueError):
         pass
     return entries
 
 
 def read_entries(path: Path, start: int) -> dict[str, Any]:
-    """Return the whole lines of a log from byte `start` on, at most CHUNK bytes of them.
+    """Return the complete lines of a log from byte `start` on, at most CHUNK bytes.
 
-    Passed over: a line that is no entry, as after a kill or when `start` lies within one, and a line that is
-    longer than CHUNK.
+    Skips lines that are not entries, as after a kill or if `start` lies within a line, and lines longer than
+    CHUNK.
     """
     try:
         with path.open("rb") as file:
@@ -124,18 +124,18 @@ def read_entries(path: Path, start: int) -> dict[str, Any]:
 
 
 def _entry(line: str | bytes) -> Entry | None:
-    """Return a line of the log, or None for what is no entry; numbers that JSON does not know become None."""
+    """Return the entry in a line, None if there is none. Numbers that JSON does not know become None."""
     try:
-        found = json.loads(line, parse_constant=lambda name: None, parse_float=_finite)
+        entry = json.loads(line, parse_constant=lambda name: None, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 class RunLog:
     """Appends to the log of a run that is at `step`. A log that cannot be written never stops a run.
 
-    What it says of steps beyond the last one that is written stays up to step `last`, which has a checkpoint.
+    Entries after the last step that is written stay, up to step `last`, which has a checkpoint.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RunLog:
         self._append([line for line in known if line["step"] <= step])
 
     def write(self, progress: Progress) -> None:
-        line = entry(progress)
+        line = entry_of(progress)
         self._append([line])
         self.later = [later for later in self.later if later["step"] > progress.step]
         if self.board is not None:
@@ -172,8 +172,8 @@ class RunLog:
 
 
 class _File(ABC):
-    """One file of a log, opened for each step. What cannot be written waits until it can, so that no step is
-    missing after a table program let go of the file, or the drive came back.
+    """One file of a log, opened for each step. Lines that cannot be written wait, so that no step is missing
+    once a spreadsheet program releases the file or the drive comes back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,11 +183,11 @@ class _File(ABC):
         self.failed_at = -math.inf
 
     def append(self, lines: Sequence[Entry], *, at_last: bool) -> None:
-        """Write what waits and `lines`; so soon after a failure they wait too, unless `at_last`."""
+        """Write the waiting lines and `lines`. Soon after a failure all of them wait, unless `at_last`."""
         self.waiting += lines
         if self.begun and not self.waiting:
             return
-        if not at_last and time.monotonic() < self.failed_at + AGAIN_SECONDS:
+        if not at_last and time.monotonic() < self.failed_at + RETRY_SECONDS:
             return
         try:
             if self.begun:
@@ -196,10 +196,10 @@ class _File(ABC):
                 self.begin(self.waiting)
         except OSError as error:
             if at_last:
-                log.warning("%s lacks the run's last steps (%s).", self.path, error)
+                log.warning("%s lacks the last steps of the run (%s).", self.path, error)
             elif self.failed_at == -math.inf:
                 log.warning(
-                    "%s cannot be written (%s); training goes on without it, and it is tried again.",
+                    "%s cannot be written (%s); training goes on without it and tries again later.",
                     self.path,
                     error,
                 )
@@ -209,21 +209,21 @@ class _File(ABC):
 
     @abstractmethod
     def begin(self, entries: Sequence[Entry]) -> None:
-        """Write the file anew. Raises OSError."""
+        """Write a new file. Raises OSError."""
 
     @abstractmethod
     def extend(self, entries: Sequence[Entry]) -> None:
-        """Add to the file that was begun, all or nothing. Raises OSError."""
+        """Append to the file, all or nothing. Raises OSError."""
 
 
 class _Lines(_File):
-    """A text file with a line a step."""
+    """A text file with one line per step."""
 
     def __init__(self, path: Path, row: Callable[[Entry], str], head: str = "") -> None:
         super().__init__(path)
         self.row, self.head = row, head
         self.size = 0
-        """Bytes that were written whole."""
+        """Bytes of complete lines."""
 
     def begin(self, entries: Sequence[Entry]) -> None:
         text = self._text(entries, self.head)
@@ -244,7 +244,7 @@ class _Lines(_File):
 
 
 class _Table(_File):
-    """A SQLite file with a table `steps`: a column a field, a row a step."""
+    """A SQLite file with the table `steps`: one column per field, one row per step."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -268,7 +268,7 @@ class _Table(_File):
         row = f"INSERT OR REPLACE INTO steps VALUES ({', '.join('?' * len(FIELDS))})"
         try:
             with closing(self.sqlite3.connect(path, timeout=1.0)) as table, table:
-                table.execute("PRAGMA synchronous = OFF")  # a table torn by a power cut is begun anew
+                table.execute("PRAGMA synchronous = OFF")  # after a power cut, the next run writes a new file
                 if first:
                     table.execute(first)
                 table.executemany(row, [[line.get(name) for name in FIELDS] for line in entries])
@@ -287,7 +287,7 @@ def _csv(line: Entry) -> str:
 
 
 def _finite(text: str) -> float | None:
-    """Return the number that `text` says, None for one beyond all floats, as 1e309."""
+    """Return the number in `text`, None for one beyond all floats, like 1e309."""
     value = float(text)
     return value if math.isfinite(value) else None
 

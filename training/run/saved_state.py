@@ -1,8 +1,7 @@
 """Training states on disk: a folder with tensors (safetensors) and `state.json`, written whole or not at all.
 
-`state.json` is the one commit point: it names the file of tensors and is replaced atomically, after
-everything it names is on the disk. So a folder holds, at every moment and whatever is killed, the state
-before or the state after a save.
+`state.json` is the only commit point: it names the file of tensors and is replaced atomically, after that
+file is on the disk. So whenever a process is killed, the folder holds the state before or after a save.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class StateHandle:
-    """A training state that lies on disk: what travels on a wire, at no cost in memory."""
+    """A training state on disk: what travels on a wire, at no cost in memory."""
 
     path: Path
     step: int
     digest: str
-    """Of the state's contents: equal states have equal digests."""
+    """Of the contents: equal states have equal digests."""
 
     @property
     def adapter(self) -> AdapterConfig:
-        """What the state trains, without reading its tensors. Raises UserError as `load` does."""
+        """The adapter's settings, without reading the tensors. Raises UserError as `load` does."""
         return from_dict(AdapterConfig, self._values()["adapter"])
 
     def load(self) -> TrainState:
-        """Return the state. Raises UserError when it is gone, damaged, or another one lies in its place."""
+        """Return the state. Raises UserError when it is missing, damaged, or replaced by another one."""
         self._values()
         return load_state(self.path)
 
@@ -53,15 +52,15 @@ class StateHandle:
         values = read_values(self.path)
         if values.get("digest") != self.digest:
             raise UserError(
-                f"{self.path}: another training state has been written here; queue the graph again."
+                f"{self.path}: another training state has been written here since; queue the graph again."
             )
         return values
 
 
 def save_state(state: TrainState, folder: Path) -> StateHandle:
-    """Write `state` as `folder`, which keeps the state it holds until everything is on the disk.
+    """Write `state` to `folder`, which keeps its present state until the new one is on the disk.
 
-    Raises OSError when the disk is full or the folder not writable; an earlier state there is then untouched.
+    Raises OSError when the disk is full or the folder not writable; the present state then stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -75,16 +74,16 @@ def save_state(state: TrainState, folder: Path) -> StateHandle:
     write_text(folder / "state.json", json.dumps(values, indent=1))
     for old in folder.glob("state-*.safetensors"):
         if old != tensors:
-            # Windows keeps what is mapped into memory; the next save removes it.
+            # Windows cannot remove a file that is mapped into memory; the next save will.
             with contextlib.suppress(OSError):
                 old.unlink()
     return StateHandle(folder, state.step, digest)
 
 
 def open_state(folder: Path) -> StateHandle:
-    """Return a handle to the state in `folder`, its contents checked against the digest written with them.
+    """Return a handle to the state in `folder`, after checking the contents against their digest.
 
-    Raises UserError naming the folder when it holds no state, or a damaged one.
+    Raises UserError that names the folder, when it holds no state or a damaged one.
     """
     values = read_values(folder)
     contents = {key: value for key, value in values.items() if key not in ("format", "digest", "tensors")}
@@ -98,14 +97,11 @@ def open_state(folder: Path) -> StateHandle:
 
 
 def load_state(folder: Path) -> TrainState:
-    """Return the state that `save_state` wrote as `folder`.
-
-    Raises UserError when the folder holds no readable state.
-    """
+    """Return the state that `save_state` wrote to `folder`. Raises UserError when it cannot be read."""
     values = read_values(folder)
     try:
         tensors = load_file(_tensor_file(folder, values))
-        memory = OptimizerState(
+        optimizer = OptimizerState(
             values["optimizer_name"],
             _under("optimizer/", tensors),
             values["optimizer"],
@@ -116,7 +112,7 @@ def load_state(folder: Path) -> TrainState:
             adapter=from_dict(AdapterConfig, values["adapter"]),
             base=str(values["base"]),
             weights=_under("weights/", tensors),
-            optimizer=memory,
+            optimizer=optimizer,
             losses=tuple(values["losses"]),
             family=values["family"],
             notes=values["notes"],
@@ -130,26 +126,26 @@ def load_state(folder: Path) -> TrainState:
 
 
 def size_in_bytes(state: TrainState) -> int:
-    """Return what `state` takes on the disk, closely."""
+    """Return how many bytes `state` takes on the disk, closely."""
     tensors = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state).values())
     return tensors + 32 * len(state.losses) + 256 * len(state.weights)
 
 
 def remove_state(folder: Path) -> None:
-    """Remove a state and its folder; killed in between, it leaves a folder without a state."""
+    """Remove a state and its folder. Killed in between, this leaves a folder without `state.json`."""
     with contextlib.suppress(OSError):
         (folder / "state.json").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """Return what `state.json` says. Raises UserError when it cannot be read or is no training state's."""
+    """Return the contents of `state.json`. Raises UserError when it cannot be read or is not a state's."""
     try:
         values = read_object(folder / "state.json")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder}: no training state here ({error}). If it was deleted, free ComfyUI's model and node "
-            "cache and queue the graph again; it is then trained anew."
+            f"{folder}: no training state here ({error}). If you deleted it, free ComfyUI's model and node "
+            "cache and queue the graph again to train it anew."
         ) from error
     if values.get("format") != FORMAT:
         raise UserError(f"{folder}: not a Graft training state of format {FORMAT}.")
@@ -157,7 +153,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, and UserError when the file holds anything else."""
+    """Return the JSON object in a file. Raises OSError, and UserError when the file holds something else."""
     require_ordinary(path)
     values = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
@@ -172,7 +168,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors; what safetensors reports of the disk, as "no space left", becomes an OSError."""
+    """Write tensors; errors of the disk that safetensors reports, like "no space left", become OSErrors."""
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
@@ -213,7 +209,7 @@ def _digest(tensors: Path, values: Mapping[str, Any]) -> str:
         with tensors.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: a name that is impossible for a file
         raise UserError(f"{tensors.parent}: the training state cannot be read ({error}).") from error
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""A run as a Train Steps of a queued graph asks for it: where it is kept, its notes, how it is trained."""
+"""The run that a Train Steps of a queued graph asks for: its folder, its notes, how it is trained."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from .shown_run import added_inputs
 
 @dataclass(frozen=True)
 class QueuedNode:
-    """The node that asks, and the graph that it stands in."""
+    """A node and the graph it was queued in."""
 
     id: str | None
     prompt: Mapping[str, Any] | None
     """The graph in API form."""
     extra: Mapping[str, Any]
-    """What a client sent along; the editor sends "workflow"."""
+    """What the client sent along; the editor sends "workflow"."""
 
     @classmethod
     def of(cls, hidden: Any) -> QueuedNode:
-        """Return what the hidden inputs of a node say, whatever a client sent as `extra_pnginfo`."""
+        """Return the node that its hidden inputs describe, whatever a client sent as `extra_pnginfo`."""
         extra = hidden.extra_pnginfo
         return cls(hidden.unique_id, hidden.prompt, extra if isinstance(extra, dict) else {})
 
     @property
     def workflow(self) -> str | None:
-        """The id of the workflow that came with the prompt, whatever a client sent as one."""
+        """The id of the workflow that came with the prompt; None if a client sent something else."""
         workflow = self.extra.get("workflow")
-        found = workflow.get("id") if isinstance(workflow, dict) else None
-        return found if isinstance(found, str) else None
+        workflow_id = workflow.get("id") if isinstance(workflow, dict) else None
+        return workflow_id if isinstance(workflow_id, str) else None
 
     @cached_property
     def settings(self) -> str:
-        """What the editor knows the run of this node by."""
+        """The digest by which the editor knows the run of this node."""
         return run_settings(self.prompt or {}, self.id, added_inputs)
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """What is to be trained, and for whom."""
+    """What to train, and for which node."""
 
     node: QueuedNode
     name: str
@@ -69,7 +69,7 @@ class GraphRun:
     config: TrainConfig
     start: StateHandle | None
     steps: int
-    """To add to `start`."""
+    """Steps to add to `start`."""
     validation: Samples | None = None
     prompts: SamplePrompts | None = None
     saving: CheckpointConfig = CheckpointConfig()
@@ -86,26 +86,26 @@ class GraphRun:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the run is kept. Raises UserError for a name that cannot be one."""
+        """The folder of the run. Raises UserError for a name that cannot be a folder's."""
         key = run_key(self.denoiser, self.dataset, self.config, self.start, self.validation)
         return paths.run_folder(self.name, key)
 
     @cached_property
     def family(self) -> Family:
-        """The base model's, as its file's name tells it."""
+        """The family of the base, as the name of its file tells it."""
         return family_in(model_file(self.node.prompt, self.node.id), self.denoiser.patcher)
 
     def notes(self, total: int) -> list[str]:
-        """Return a sentence for all that is unusual, of a run that is to be `total` steps long in the end."""
+        """Return a sentence for everything unusual about this run; it will have `total` steps in the end."""
         sizes = self.dataset.index.buckets
-        found = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
-        found += self.prompts.notes(self.family) if self.prompts else []
-        return found + restart_notes(Run(self.folder), self.config, self.start, self.last)
+        notes = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
+        notes += self.prompts.notes(self.family) if self.prompts else []
+        return notes + restart_notes(Run(self.folder), self.config, self.start, self.last)
 
     def train(self) -> StateHandle:
-        """Return the state that the run hands on, training what of it is not there yet.
+        """Return the state that the run hands on, training only what is missing.
 
-        Raises what `run.execute` and `workers.train` raise.
+        Raises as `run.execute` and `workers.train` do.
         """
         workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
@@ -118,8 +118,8 @@ class GraphRun:
             workflow=self.node.workflow,
             settings=self.node.settings,
         ) as show:
-            steps = self._steps_done_elsewhere(show) if self._takes_several else self.steps
-            samples = self._samples()
+            steps = self._train_in_workers(show) if self._needs_workers else self.steps
+            samples = self._sample_writer()
 
             def on_start(states: States) -> None:
                 note_queued(self.folder, self.node.settings, self.last)
@@ -148,15 +148,16 @@ class GraphRun:
             )
 
     @property
-    def _takes_several(self) -> bool:
-        """Whether this process has others train on several cards, being none of them itself."""
+    def _needs_workers(self) -> bool:
+        """Whether this process starts others to train on several GPUs, and is not one of them."""
         return self.gpus > 1 and distributed.world() == 1
 
-    def _steps_done_elsewhere(self, show: Show) -> int:
+    def _train_in_workers(self, show: Show) -> int:
+        """Return how many steps they did."""
         run, node = Run(self.folder), self.node
         return workers.train(run, node.prompt or {}, node.id, self.gpus, self.first, self.last, show)
 
-    def _samples(self) -> SampleWriter | None:
+    def _sample_writer(self) -> SampleWriter | None:
         if self.prompts is None:
             return None
         return SampleWriter(

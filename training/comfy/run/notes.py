@@ -49,8 +49,8 @@ def run_notes(
     made_for, side = family.resolution, max((width * height for width, height in sizes), default=0) ** 0.5
     if made_for and side > 1.5 * made_for:
         notes.append(
-            f"{family.name} was made for images of about {made_for} px and is trained at {side:.0f}, where it "
-            f"tends to draw things twice; set the resolution in Load Dataset to {made_for}."
+            f"{family.name} was made for images of about {made_for} px and is trained at {side:.0f}, where "
+            f"it tends to draw things twice; set the resolution in Load Dataset to {made_for}."
         )
     notes += idle_patterns(denoiser.specs, denoiser.family, config.adapter)
     notes += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]

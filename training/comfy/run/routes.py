@@ -81,7 +81,7 @@ async def shown(request: web.Request) -> web.Response:
             lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph, added_inputs)}
         )
     except (ValueError, TypeError, LookupError, RecursionError):
-        return _refused("no graph in API form", 400)
+        return _refused("not a graph in API form", 400)
     return web.json_response(answer)
 
 

@@ -1,7 +1,7 @@
-"""Pictures from a LoRA while it is trained, by ComfyUI's own sampler.
+"""Sample images from a LoRA while it is trained, by ComfyUI's own sampler.
 
-They are drawn between two optimizer steps, while the base is given back to ComfyUI, so they change nothing
-in what is trained; and whatever goes wrong costs pictures, never the run. Only Cancel ends it.
+They are drawn between two optimizer steps, while ComfyUI has the base back, so they change nothing in the
+training. Whatever goes wrong costs samples, never the run; only Cancel ends it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
 SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
 
 SHOWN = 5
-"""Steps that a warning lists."""
+"""Steps that a warning lists at most."""
 
 PREVIEW_SIDE = 512
-"""Pixels of a picture's longer side as the node shows it."""
+"""Pixels of the longer side of an image on the node."""
 
 
 @dataclass(frozen=True)
@@ -52,47 +52,49 @@ class SamplePrompts(SampleConfig):
     clip: Any
     vae: Any
     prompts: tuple[str, ...]
-    """[trigger] stands for the dataset's trigger word."""
+    """[trigger] stands for the trigger word of the dataset."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise UserError("Sample Prompts: there is no prompt; write one a line.")
+            raise UserError("Sample Prompts: there is no prompt; write one per line.")
         if (longest := max(map(len, (*self.prompts, self.negative)))) > LONGEST:
-            raise UserError(f"Sample Prompts: a prompt has {longest} letters; {LONGEST} are the most.")
+            raise UserError(f"Sample Prompts: a prompt has {longest} letters; at most {LONGEST} are allowed.")
         if self.clip is None or self.vae is None:
-            raise UserError("Sample Prompts: CLIP and VAE are needed to draw; connect them.")
+            raise UserError("Sample Prompts: drawing needs CLIP and VAE; connect them.")
         if not (self.guidance >= 0 or self.guidance == -1):
-            raise UserError(f"guidance must be 0 or more, or -1 for the model's; got {self.guidance}.")
+            raise UserError(f"guidance must be 0 or more, or -1 for the model's own; got {self.guidance}.")
 
     def of(self, family: Family) -> SamplePrompts:
-        """Return what is drawn of a family: with its guidance scale, where none is set."""
+        """Return the settings for a family: with its guidance scale, if none is set."""
         return self if self.cfg else replace(self, cfg=family.cfg)
 
     def notes(self, family: Family) -> list[str]:
-        """Return a sentence for every setting that pictures of this family do not bear or do not show."""
-        cfg, found = self.of(family).cfg, []
+        """Return a sentence for each setting that harms samples of this family or has no effect on them."""
+        cfg, notes = self.of(family).cfg, []
         if cfg != 1 and family.cfg == 1:
-            found.append(
-                f"cfg {cfg:g} of Sample Prompts: this base ({family.name}) was distilled to be drawn at 1. "
-                "Samples take twice as long and may look burnt though the LoRA is good; 0 takes what suits."
+            notes.append(
+                f"cfg {cfg:g} of Sample Prompts: this base ({family.name}) is distilled for cfg 1. Samples "
+                "take twice as long and may look burnt even if the LoRA is good; 0 chooses what suits."
             )
         if self.guidance >= 0 and family.guidance is None:
-            found.append(f"guidance {self.guidance:g} of Sample Prompts: {family.name} takes none.")
+            notes.append(
+                f"guidance {self.guidance:g} of Sample Prompts: {family.name} has no guidance input."
+            )
         if self.negative and cfg == 1:
-            found.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
-        return found
+            notes.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
+        return notes
 
 
 @dataclass
 class SampleWriter:
     """Draws a run's samples when they are due, saves them and shows them on the node."""
 
-    plan: SamplePrompts
+    settings: SamplePrompts
     model: Any
-    """The MODEL that is trained on."""
+    """The MODEL that the LoRA is trained on."""
     family: Family
     folder: Path
-    """The pictures become `folder`/step-<n>-<number of the prompt>.png."""
+    """Samples are saved as `folder`/step-<n>-<index of the prompt>.png."""
     first: int
     """Step at which the run starts."""
     last: int
@@ -102,11 +104,11 @@ class SampleWriter:
     """Goes into the files: "workflow" and "prompt", as ComfyUI's Save Image writes them."""
 
     def on_start(self, states: States) -> None:
-        """Draw the first set, and what is missing of those that were due so far, as after a kill. Say which
-        sets cannot be drawn because their training states are gone."""
-        numbers, there, lost = range(len(self.plan.prompts)), set(self.folder.glob("*.png")), []
-        for step in self.sets(max(states)):
-            if missing := [number for number in numbers if self.path(step, number) not in there]:
+        """Draw the first set, and whatever is missing of the sets that are due, as after a kill. Warn of sets
+        that cannot be drawn because their training states are gone."""
+        indices, existing, lost = range(len(self.settings.prompts)), set(self.folder.glob("*.png")), []
+        for step in self.steps_due(max(states)):
+            if missing := [index for index in indices if self.path(step, index) not in existing]:
                 try:
                     state = states[step]()
                 except (KeyError, ValueError):
@@ -116,50 +118,51 @@ class SampleWriter:
         if lost:
             listed = ", ".join(lost[:SHOWN]) + (f" and {len(lost) - SHOWN} more" if lost[SHOWN:] else "")
             log.warning(
-                "samples of step %s are missing, and cannot be drawn: these training states are gone.",
+                "samples of step %s are missing and cannot be drawn: their training states are gone.",
                 listed,
             )
 
     def draw_if_due(self, step: int, handles: Handles) -> None:
         """Draw the set of `step`, if one is due."""
-        if self.plan.every and step % self.plan.every == 0:
+        if self.settings.every and step % self.settings.every == 0:
             with handles.give_base_back():
-                self.draw(handles.state(), range(len(self.plan.prompts)))
+                self.draw(handles.state(), range(len(self.settings.prompts)))
 
-    def sets(self, reached: int) -> list[int]:
-        """Return the steps up to `reached` at which pictures are due."""
-        every = self.plan.every
+    def steps_due(self, reached: int) -> list[int]:
+        """Return the steps up to `reached` at which a set is due."""
+        every = self.settings.every
         if not every:
             return []
-        begin = [self.first] if self.plan.before_training else []
+        begin = [self.first] if self.settings.before_training else []
         return [*begin, *range((self.first // every + 1) * every, reached + 1, every)]
 
-    def path(self, step: int, number: int) -> Path:
-        return self.folder / f"step-{step:08d}-{number}.png"
+    def path(self, step: int, index: int) -> Path:
+        return self.folder / f"step-{step:08d}-{index}.png"
 
-    def draw(self, state: TrainState, numbers: Sequence[int]) -> None:
-        """Draw, save and show these prompts with the LoRA of `state`; a failure is a warning."""
-        plan = replace(self.plan, prompts=tuple(self.plan.prompts[number] for number in numbers))
-        interrupted = comfy.model_management.InterruptProcessingException  # an Exception in one ComfyUI
+    def draw(self, state: TrainState, indices: Sequence[int]) -> None:
+        """Draw, save and show these prompts with the LoRA of `state`. A failure costs a warning."""
+        prompts = tuple(self.settings.prompts[index] for index in indices)
+        settings = replace(self.settings, prompts=prompts)
+        interrupted = (
+            comfy.model_management.InterruptProcessingException
+        )  # an Exception in one version of ComfyUI
         bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
         try:
-            drawn = draw_samples(plan, self.model, state, self.family, self.trigger)
-            for number, image in zip(numbers, drawn, strict=True):
+            drawn = draw_samples(settings, self.model, state, self.family, self.trigger)
+            for index, image in zip(indices, drawn, strict=True):
                 if image is not None:
-                    texts = {**self.metadata, "graft_prompt": self.plan.prompts[number]}
-                    save_png(image, self.path(state.step, number), texts)
+                    texts = {**self.metadata, "graft_prompt": self.settings.prompts[index]}
+                    save_png(image, self.path(state.step, index), texts)
                     preview = ("JPEG", image, PREVIEW_SIDE)
                     bar.update_absolute(state.step - self.first, self.last - self.first, preview)
         except interrupted:
             raise
         except Exception:
-            log.warning(
-                "no samples of step %d; the training goes on without them.", state.step, exc_info=True
-            )
+            log.warning("no samples of step %d; training goes on without them.", state.step, exc_info=True)
 
 
 def draw_samples(
-    plan: SamplePrompts,
+    settings: SamplePrompts,
     model: Any,
     state: TrainState,
     family: Family,
@@ -167,50 +170,52 @@ def draw_samples(
     *,
     strength: float = 1.0,
 ) -> Iterator[Image.Image | None]:
-    """Yield one picture a prompt, drawn with the LoRA of `state`; None where memory does not suffice."""
-    plan = plan.of(family)
-    patched, clip = with_lora(model, plan.clip, state, family, strength)
-    seed = plan.seed + (state.step if plan.walk_seed else 0)
-    for prompt in plan.prompts:
+    """Yield one image per prompt, drawn with the LoRA of `state`; None if memory runs out."""
+    settings = settings.of(family)
+    patched, clip = with_lora(model, settings.clip, state, family, strength)
+    seed = settings.seed + (state.step if settings.walk_seed else 0)
+    for prompt in settings.prompts:
         text = prompt.replace("[trigger]", literal(trigger))
-        yield _picture(plan, patched, clip, text, seed, family.bucket_step)
+        yield _draw_prompt(settings, patched, clip, text, seed, family.bucket_step)
 
 
-def _picture(
-    plan: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, step: int
+def _draw_prompt(
+    settings: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, step: int
 ) -> Image.Image | None:
-    """Draw one prompt, at half the size where the whole does not fit into memory."""
+    """Draw one prompt; at half the size if memory runs out, None if it runs out again."""
     for divisor in (1, 2):
-        width, height = (max(step, side // divisor // step * step) for side in (plan.width, plan.height))
+        width, height = (
+            max(step, side // divisor // step * step) for side in (settings.width, settings.height)
+        )
         try:
             with torch.inference_mode():
-                return _sample(plan, model, clip, prompt, seed, width, height)
+                return _sample(settings, model, clip, prompt, seed, width, height)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         unload()
-        log.warning("memory does not suffice for the sample %r at %dx%d.", prompt, width, height)
+        log.warning("memory ran out for the sample %r at %dx%d.", prompt, width, height)
     return None
 
 
 def _sample(
-    plan: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, width: int, height: int
+    settings: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, width: int, height: int
 ) -> Image.Image:
     def on_step(*_: Any) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
-    positive, negative = (_conditioning(plan, clip, text) for text in (prompt, plan.negative))
-    reduction = int(plan.vae.spacial_compression_encode())
+    positive, negative = (_conditioning(settings, clip, text) for text in (prompt, settings.negative))
+    reduction = int(settings.vae.spacial_compression_encode())
     channels = model.get_model_object("latent_format").latent_channels
     latent = torch.zeros(1, channels, height // reduction, width // reduction)
     latent = comfy.sample.fix_empty_latent_channels(model, latent)
     samples = comfy.sample.sample(
         model,
         comfy.sample.prepare_noise(latent, seed),
-        plan.steps,
-        plan.cfg,
-        plan.sampler,
-        plan.scheduler,
+        settings.steps,
+        settings.cfg,
+        settings.sampler,
+        settings.scheduler,
         positive,
         negative,
         latent,
@@ -218,20 +223,20 @@ def _sample(
         disable_pbar=True,
         seed=seed,
     )
-    pixels = plan.vae.decode(samples)  # in tiles where the whole does not fit
+    pixels = settings.vae.decode(samples)  # in tiles if the whole does not fit
     pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
     return Image.fromarray((pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy())
 
 
-def _conditioning(plan: SamplePrompts, clip: Any, text: str) -> Any:
+def _conditioning(settings: SamplePrompts, clip: Any, text: str) -> Any:
     encoded = clip.encode_from_tokens_scheduled(clip.tokenize(text))
-    if plan.guidance < 0:
+    if settings.guidance < 0:
         return encoded
-    return node_helpers.conditioning_set_values(encoded, {"guidance": plan.guidance})
+    return node_helpers.conditioning_set_values(encoded, {"guidance": settings.guidance})
 
 
 def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:
-    """Write a picture whole or not at all, with `texts` in it: strings as they are, the rest as JSON."""
+    """Write an image whole or not at all, with `texts` in it: strings as they are, the rest as JSON."""
     info, file = PngInfo(), io.BytesIO()
     for name, value in texts.items():
         info.add_text(name, value if isinstance(value, str) else json.dumps(value))
