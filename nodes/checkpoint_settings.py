@@ -22,7 +22,6 @@ class CheckpointSettings(Node):
         tensorboard = io.Boolean.Input(
             "tensorboard",
             default=Saving.tensorboard,
-            optional=True,
             tooltip="Write a TensorBoard log to the run's folder.",
         )
         return schema(

@@ -31,7 +31,7 @@ def _common_inputs() -> list[Any]:
             "own aspect ratio. Several sizes, such as 512, 1024, train every image at each.",
         ),
         *(
-            widget(DatasetConfig, name, optional=False)
+            widget(DatasetConfig, name)
             for name in ("trigger", "missing_captions", "repeats", "caption_dropout", "flip")
         ),
     ]
@@ -56,8 +56,8 @@ class LoadDataset(Node):
                     "extra_model_paths.yaml. A folder named 10_cat counts ten times.",
                 ),
                 *_common_inputs(),
-                widget(DatasetConfig, "recursive", optional=False),
-                widget(DatasetConfig, "skip_bad_images", optional=False),
+                widget(DatasetConfig, "recursive"),
+                widget(DatasetConfig, "skip_bad_images"),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
             outputs=[Dataset.Output("dataset")],
@@ -247,8 +247,8 @@ class SplitDataset(Node):
             search_aliases=["graft", "validation", "held-out"],
             inputs=[
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
-                widget(SplitConfig, "fraction", default=0.1, optional=False),
-                widget(SplitConfig, "names", optional=False),
+                widget(SplitConfig, "fraction", default=0.1),
+                widget(SplitConfig, "names"),
             ],
             outputs=[Dataset.Output("training", display_name="training"), Dataset.Output("validation")],
         )

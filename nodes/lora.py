@@ -33,10 +33,10 @@ class BuildLora(Node):
             description="Choose what to train: the method, its size, and the layers of the model.",
             search_aliases=["graft", "train", "lora", "rank"],
             inputs=[
-                widget(AdapterConfig, "algorithm", list(ADAPTERS), optional=False),
-                widget(AdapterConfig, "rank", optional=False),
-                widget(AdapterConfig, "alpha", optional=False),
-                widget(AdapterConfig, "targets", target_presets(), optional=False),
+                widget(AdapterConfig, "algorithm", list(ADAPTERS)),
+                widget(AdapterConfig, "rank"),
+                widget(AdapterConfig, "alpha"),
+                widget(AdapterConfig, "targets", target_presets()),
                 widget(AdapterConfig, "include"),
                 widget(AdapterConfig, "exclude"),
                 io.Model.Input(

@@ -28,7 +28,7 @@ class SamplePromptsNode(Node):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        seed = seed_input("The same seed gives every set the same noise.", optional=True)
+        seed = seed_input("The same seed gives every set the same noise.")
         return schema(
             node_id="GraftSamplePrompts",
             display_name="Sample Prompts",

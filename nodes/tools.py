@@ -72,7 +72,7 @@ class MemoryPlan(Node):
                 io.Model.Input("model", tooltip="Base model, as for Train Steps."),
                 Dataset.Input("dataset", tooltip="From Encode Dataset; its largest bucket counts."),
                 start_input(),
-                widget(TrainConfig, "batch_size", optional=False),
+                widget(TrainConfig, "batch_size"),
                 Optimizer.Input(
                     "optimizer_settings",
                     optional=True,

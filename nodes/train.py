@@ -75,9 +75,9 @@ class TrainSteps(Node):
                 Dataset.Input("dataset", tooltip="From Encode Dataset."),
                 start_input(),
                 io.Int.Input("steps", default=1000, min=1, max=1000000, tooltip="Training steps to add."),
-                widget(ScheduleConfig, "total_steps", optional=False),
-                widget(OptimizerConfig, "learning_rate", optional=False),
-                widget(TrainConfig, "batch_size", optional=False),
+                widget(ScheduleConfig, "total_steps"),
+                widget(OptimizerConfig, "learning_rate"),
+                widget(TrainConfig, "batch_size"),
                 seed_input("The same seed and settings give the same LoRA; on a GPU, up to rounding."),
                 io.String.Input(
                     "name", default="my_lora", tooltip="Name of the run's folder under output/graft."

@@ -32,8 +32,8 @@ def widget(kind: type, name: str, menu: Collection[str] = (), **options: Any) ->
 
 
 def _widget(found: Setting, menu: Collection[str], **options: Any) -> Any:
-    default = found.default
-    options = {"default": default, "tooltip": found.sentence, "optional": True, **options}
+    default, optional = found.default, found.optional or found.advanced or found.added
+    options = {"default": default, "tooltip": found.sentence, "optional": optional, **options}
     if choices := list(menu or found.choices):
         made = io.Combo.Input(found.input, options=choices, **options)
     elif isinstance(default, bool):
@@ -95,10 +95,11 @@ def _pairs(name: str, text: str, kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple(pairs)
 
 
-def seed_input(tooltip: str, **options: Any) -> Any:
-    """Return the input "seed". It stays as it is from one queue to the next: another seed is another run."""
-    options = {"min": 0, "max": 2**64 - 1, "control_after_generate": False, **options}
-    return io.Int.Input("seed", default=0, tooltip=tooltip, **options)
+def seed_input(tooltip: str) -> Any:
+    """Return the input "seed". It stays the same from one queue to the next: another seed is another run."""
+    return io.Int.Input(
+        "seed", default=0, min=0, max=2**64 - 1, control_after_generate=False, tooltip=tooltip
+    )
 
 
 def lines(text: str) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ class Setting:
     multiline: bool = False
     main: bool = False
     """Whether the node that does the work shows it, instead of the node of settings beside it."""
+    optional: bool = False
+    """Whether graphs may lack it, as those from before do; so do all that are advanced or added."""
     advanced: bool = False
     """Whether editors show it on demand."""
     default: Any = None
@@ -106,7 +108,7 @@ class AdapterConfig:
         advanced=True,
     )
     exclude: tuple[str, ...] = setting(
-        (), "Patterns of layer names, one per line; these layers are not trained.", main=True
+        (), "Patterns of layer names, one per line; these layers are not trained.", main=True, optional=True
     )
     # Kalajdzievski 2023, arXiv:2312.03732. Folded into the stored alpha: every loader renders it right.
     rslora: bool = setting(
@@ -170,6 +172,7 @@ class AdapterConfig:
         high=10,
         step=0.05,
         main=True,
+        optional=True,
     )
 
     def __post_init__(self) -> None:
@@ -397,7 +400,9 @@ class CheckpointConfig:
         high=1000,
     )
     lora: bool = setting(True, "Write a LoRA file with each checkpoint, in bf16, to try it out.")
-    sqlite: bool = setting(False, "Write the log as a SQLite file too: log.sqlite in the run's folder.")
+    sqlite: bool = setting(
+        False, "Write the log as a SQLite file too: log.sqlite in the run's folder.", optional=True
+    )
 
     def __post_init__(self) -> None:
         require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")
