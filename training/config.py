@@ -1,4 +1,4 @@
-"""Every setting of a run: one tree of frozen dataclasses, nothing else decides what training does.
+"""Every setting of a run, in one tree of frozen dataclasses. Nothing else decides what training does.
 
 Configs travel on wires, are hashed into the run's key and written into the LoRA's metadata, so they hold
 plain values only. A setting is one field with its one sentence (`setting`); a new one is `added`: at its
@@ -76,7 +76,7 @@ def added(default: C) -> C:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What is trained: which method, how large, on which layers.
+    """What is trained: the method, its size, the layers.
 
     Patterns are globs over module paths; one that begins with "re:" is a regular expression over the whole
     path. In `algorithms`, `ranks`, `alphas` and `lrs` the first pattern that matches a layer decides.
@@ -161,10 +161,10 @@ class AdapterConfig:
         input="learning_rates",
     )
     start_from: str = ""
-    """LoRA file to start from, by the name that ComfyUI lists it under; empty starts fresh."""
+    """LoRA file to start from, by its name in ComfyUI's list; empty starts a new LoRA."""
     start_size: Literal["file", "settings"] = "file"
-    """Where algorithm, rank and alpha come from with `start_from`: the file, or these settings, to which the
-    file's layers are padded."""
+    """Source of algorithm, rank and alpha with `start_from`: the file, or these settings, to which the file's
+    layers are padded."""
     text_encoder: float = setting(
         0.0,
         "Learning rate of the CLIP text encoders, as a multiple: 0.1 to 0.5 is usual, 0 doesn't train them. "
@@ -185,7 +185,7 @@ class AdapterConfig:
             )
         for name in ("dropout", "rank_dropout", "module_dropout"):
             share = getattr(self, name)
-            require(0 <= share < 1, f"{name} must be at least 0 and below 1, got {share}; 0 switches it off.")
+            require(0 <= share < 1, f"{name} must be at least 0 and below 1, got {share}; 0 turns it off.")
         require(
             math.isfinite(self.text_encoder) and self.text_encoder >= 0,
             f"text_encoder is a multiple of the learning rate: 0 (off) or more, got {self.text_encoder}.",
@@ -210,8 +210,8 @@ class AdapterConfig:
         )
         require(
             self.init != "pissa" or not (self.max_norm or self.tucker),
-            "PiSSA starts from the base's largest components and knows neither max_norm nor tucker: set them "
-            "to 0 and off, or init to 'default'.",
+            "PiSSA starts from the base's principal components and does not support max_norm or tucker: set "
+            "them to 0 and off, or init to 'default'.",
         )
         require(
             self.factor == -1 or self.factor >= 2,
@@ -221,7 +221,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How the adapter's weights move."""
+    """How the adapter's weights are updated."""
 
     name: str = setting(
         "adamw",
@@ -307,7 +307,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate's course over the whole run, as a multiple of `OptimizerConfig.lr`."""
+    """The learning rate over the whole run, as a multiple of `OptimizerConfig.lr`."""
 
     name: str = setting(
         "constant",
@@ -331,16 +331,16 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.warmup_steps >= 0, f"warm-up must not be negative, got {self.warmup_steps} steps.")
+        require(self.warmup_steps >= 0, f"warmup must not be negative, got {self.warmup_steps} steps.")
         require(self.total_steps >= 0, f"total steps must not be negative, got {self.total_steps}.")
-        require(0 <= self.floor <= 1, f"floor must be 0 to 1, a multiple of the rate; got {self.floor}.")
+        require(0 <= self.floor <= 1, f"floor must be 0 to 1, got {self.floor}; 0.1 ends at a tenth.")
         require(self.cycles >= 1, f"cycles must be at least 1, got {self.cycles}.")
         require(math.isfinite(self.power) and self.power > 0, f"power must be above 0, got {self.power}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """A moving average of the weights, kept beside them: smoother, and often better, than the last step's."""
+    """A moving average of the weights: smoother, and often better, than those of the last step."""
 
     decay: float = setting(
         0.0,
@@ -367,7 +367,7 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When held-out images are measured during a run, and when the run has learned enough."""
+    """When held-out images are measured during a run, and when the run stops early."""
 
     every: int = setting(0, "Steps between two measurements.")
     patience: int = setting(
@@ -384,12 +384,12 @@ class ValidationConfig:
         for name in ("every", "patience", "limit"):
             value = getattr(self, name)
             require(value >= 0, f"validation {name} must not be negative, got {value}.")
-        require(self.every > 0 or not self.patience, "patience needs validation: set the steps between two.")
+        require(self.every > 0 or not self.patience, "patience needs validation: set 'every' above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run saves itself, and what it keeps. Decides nothing about the result."""
+    """How often a run saves itself, and how many checkpoints it keeps. Does not affect the result."""
 
     minutes: float = setting(5.0, "Longest time between two checkpoints; 0 saves every step.", high=1440)
     steps: int = setting(250, "Steps between two checkpoints; 0 goes by time alone.")
@@ -407,12 +407,12 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         require(self.minutes >= 0, f"minutes between checkpoints must not be negative, got {self.minutes}.")
         require(self.steps >= 0, f"steps between checkpoints must not be negative, got {self.steps}.")
-        require(self.keep >= 1, f"at least one checkpoint must be kept, got {self.keep}.")
+        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}; 4 is usual.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """What sample images look like, and how often they are drawn. Decides nothing about the training."""
+    """What sample images look like, and how often they are drawn. Does not affect the training."""
 
     negative: str = setting("", "Negative prompt: what the images should not show.", multiline=True)
     every: int = setting(100, "Steps between two sets of images; 0 draws none.")
@@ -444,7 +444,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """Which noise levels are practised, what noise is added, and how the error counts.
+    """Noise levels to train at, noise to add, and the loss.
 
     Levels are the part of x_t that is noise, 0 (clean) to 1 (pure noise), whatever the model's sigmas are.
     """
@@ -541,7 +541,7 @@ class ObjectiveConfig:
             require(
                 math.isfinite(getattr(self, name)), f"{name} must be a number, got {getattr(self, name)}."
             )
-        require(self.shift >= 0, f"shift must be positive, or 0 for the family's; got {self.shift}.")
+        require(self.shift >= 0, f"shift must be positive, or 0 for the model's own; got {self.shift}.")
         require(self.std > 0, f"std must be above 0, got {self.std}; 1.0 is usual.")
         require(
             -1 <= self.mode_scale <= 1.75, f"mode_scale must be between -1 and 1.75, got {self.mode_scale}."
@@ -573,13 +573,13 @@ class ObjectiveConfig:
         )
         require(
             self.guidance >= 0 or self.guidance == -1,
-            f"guidance must be 0 or more, or -1 for the family's; got {self.guidance}.",
+            f"guidance must be 0 or more, or -1 for the model's own; got {self.guidance}.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Where things are kept and in which precision they are computed."""
+    """Precision, recomputation, and where weights are."""
 
     dtype: DType = setting(
         "auto",
@@ -615,7 +615,7 @@ class MemoryConfig:
         )
 
     def deciding(self) -> MemoryConfig:
-        """Return the settings that change a run's result: how numbers are rounded, not where they are."""
+        """Return the settings that change a run's result: number formats and quantization, not placement."""
         rounds = self.base not in ("resident", "offload")
         return replace(self, checkpointing="auto", base=self.base if rounds else "auto", budget_gb=0.0)
 
@@ -710,7 +710,7 @@ def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C
 
 
 def unknown_key(key: str, near: Sequence[str], *, where: str = "") -> UserError:
-    """Return the error that names a key that is not known, and those that may be meant."""
+    """Return the error for an unknown key, with the known keys that may be meant."""
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return UserError(f"{where}{key}: unknown setting.{hint}")
 

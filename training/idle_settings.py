@@ -1,8 +1,8 @@
-"""Settings that have no effect beside others: IDLE, and why each that is set in vain does nothing.
+"""Settings that have no effect with others: IDLE, and the reason for each.
 
-The one rule: settings go by the names of their widgets, which no two nodes of settings share, so the config
-of a run, that of a dataset and the inputs of a job's graph are looked up in the same way. That the rows are
-true, and that a setting has an effect wherever no row says otherwise, is tested on training itself.
+The one rule: settings have the names of their widgets, which no two nodes of settings share, so the config of
+a run, that of a dataset and the inputs of a job's graph are looked up in the same way. Tests train to check
+that the rows are true, and that a setting without a row has an effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .config import TrainConfig, inputs_of
 from .family import Family
 
 Values = Mapping[str, Any]
-"""Setting -> its value; of a setting that differs between layers, the frozenset of its values."""
+"""Setting -> its value; a frozenset of values if it differs between layers."""
 
 
 class OtherThan(tuple[Any, ...]):
@@ -31,12 +31,12 @@ def other_than(*values: Any) -> OtherThan:
 
 @dataclass(frozen=True)
 class Idle:
-    """Settings that have no effect while every setting in `beside` has one of the values given there."""
+    """Settings that have no effect while every setting in `beside` has one of its values there."""
 
     settings: tuple[str, ...]
     beside: Mapping[str, Collection[Any]]
     on: str = ""
-    """What they have no effect on; empty: on anything."""
+    """What they have no effect on; empty: anything."""
 
     def holds(self, values: Values) -> bool:
         return all(value in allowed for name, allowed in self.beside.items() for value in _each(values[name]))
@@ -71,7 +71,7 @@ IDLE = (
 
 
 def idle_settings(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) -> dict[str, str]:
-    """Return the settings that are not at their defaults and have no effect, each with why."""
+    """Return {setting: reason} for settings that are not at their defaults and have no effect."""
     return {
         name: row.why(values)
         for row in rows
@@ -89,7 +89,7 @@ def idle_notes(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) ->
 
 
 def run_settings(config: TrainConfig, family: Family | None = None) -> Values:
-    """Return the settings of a run that IDLE speaks of, by their widgets' names; "auto" is the family's."""
+    """Return the settings of a run, by their widgets' names; sigmas "auto" is the family's."""
     adapter, sigmas = config.adapter, config.objective.sigmas
     return {
         **inputs_of(config),

@@ -91,10 +91,10 @@ def test_other_separators_divide_tags():
         ({"tag_dropout": 1.0}, "tag dropout must be at least 0 and below 1"),
         ({"dropout": 1.5}, "caption dropout must be between 0 and 1"),
         ({"dropout": float("nan")}, "caption dropout must be between 0 and 1"),
-        ({"keep_tokens": -1}, "kept tokens must not be negative"),
+        ({"keep_tokens": -1}, "keep_tags must not be negative"),
         ({"variations": 0}, "variations must be 1 to 1000"),
         ({"separator": ""}, "separator must not be empty"),
-        ({"missing": "trigger"}, "no trigger word is given"),
+        ({"missing": "trigger"}, "there is no trigger word"),
     ],
 )
 def test_impossible_settings_are_refused(rules, message):

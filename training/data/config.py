@@ -1,4 +1,4 @@
-"""What to take from a folder and how to show it to the model. Defaults suit pictures with .txt captions."""
+"""Every setting of a dataset. The defaults suit images with .txt captions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JITTER = "Random {} change: 0.1 multiplies it by 0.9 to 1.1."
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
-    """Where captions come from and what is done to them before the text encoder sees them."""
+    """Where captions come from, and what changes in them before they are encoded."""
 
     source: Literal["auto", "txt", "caption", "json", "jsonl", "file name", "folder name"] = setting(
         "auto",
@@ -72,27 +72,27 @@ class CaptionConfig:
             0 <= self.tag_dropout < 1, f"tag dropout must be at least 0 and below 1, got {self.tag_dropout}."
         )
         require(0 <= self.dropout <= 1, f"caption dropout must be between 0 and 1, got {self.dropout}.")
-        require(self.keep_tokens >= 0, f"kept tokens must not be negative, got {self.keep_tokens}.")
+        require(self.keep_tokens >= 0, f"keep_tags must not be negative, got {self.keep_tokens}.")
         require(1 <= self.variations <= 1000, f"caption variations must be 1 to 1000, got {self.variations}.")
         for name in ("trigger", "prefix", "suffix"):
             found = len(getattr(self, name))
-            require(found <= MOST_ADDED, f"the {name} has {found} letters; {MOST_ADDED} are the most.")
+            require(found <= MOST_ADDED, f"the {name} has {found} letters; the limit is {MOST_ADDED}.")
         require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
         require(
             self.missing != "trigger" or bool(self.trigger.strip()),
-            "missing captions are set to 'trigger', but no trigger word is given; fill in 'trigger', for "
+            "missing captions are set to 'trigger', but there is no trigger word; fill in 'trigger', for "
             "instance with ohwx dog.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketConfig:
-    """The sizes that images are brought to: about the same area, each image at its nearest aspect ratio."""
+    """Sizes to resize images to: about the same area, each image at its nearest aspect ratio."""
 
     resolutions: tuple[int, ...] = (1024,)
     """Each stands for an area of resolution x resolution pixels."""
     each: bool = True
-    """Of several resolutions, train every image at each; if not, only at the largest that it fills."""
+    """With several resolutions, train every image at each; if not, only at the largest that it fills."""
     step: int = 0
     """Sides are multiples of this many pixels; 0 is the model's own. Larger: fewer, fuller buckets."""
     square: bool = setting(False, "Crop every image to a square: no aspect-ratio buckets.")
@@ -121,7 +121,7 @@ class BucketConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """Cropping, mirroring and color jitter. None of them switches the latent cache off.
+    """Cropping, mirroring and color jitter. None of them turns off the latent cache.
 
     What is random is drawn `variations` times an image, keyed by the image's content, and every drawing is
     cached; mirroring doubles that. Training then draws among the cached ones.
@@ -152,7 +152,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig:
-    """Which part of the picture counts.
+    """Which part of an image is trained.
 
     White (or opaque) counts fully, black (or transparent) by `outside`.
     """
@@ -226,7 +226,7 @@ IDLE = (
     Idle(("outside_mask",), {"masks": ("off",)}),
     Idle(("captions_from",), {"images": (FROM_GRAPH,)}),
 )
-"""What has no effect in a dataset, by the names of widgets."""
+"""Settings of a dataset that have no effect, by the names of their widgets."""
 
 
 def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]:
@@ -237,7 +237,7 @@ def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
-    """Which images are held out and never trained on."""
+    """Images to hold out of training."""
 
     fraction: float = setting(
         0.0,

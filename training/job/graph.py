@@ -1,4 +1,4 @@
-"""The graph of a job: Graft's nodes with their settings, wired from the base to the saved LoRA."""
+"""The graph of a job: Graft's nodes with their settings, from the base to the saved LoRA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_DATASETS_JOINED = 4
 
 def of_kind(prompt: Prompt, kind: str) -> list[str]:
     """Return the ids of all nodes of a class."""
-    return [number for number, node in prompt.items() if node["class_type"] == kind]
+    return [node_id for node_id, node in prompt.items() if node["class_type"] == kind]
 
 
 def graph_of(
@@ -40,7 +40,7 @@ def graph_of(
 ) -> Prompt:
     """Return the graph of a job: its nodes with their settings, wired from the base to the saved LoRA.
 
-    A node of settings is there when a key of it is set.
+    A node of settings is there if a key sets one of its inputs.
     """
     build = _Builder()
     base = build.add("base", inputs)
@@ -65,19 +65,19 @@ def graph_of(
 
 
 def _add_datasets(build: _Builder, datasets: Sequence[Mapping[str, dict[str, Any]]]) -> str:
-    """Add all datasets as one; where there are regularisation images, every other picture is one of them."""
+    """Add all datasets as one; with regularization images, every other image is one of them."""
     sides: dict[bool, list[str]] = {}
     for entry in datasets:
         regularises = bool(entry.get("dataset_settings", {}).get("regularisation"))
         sides.setdefault(regularises, []).append(_add_dataset(build, entry))
-    return _join(build, [_join(build, numbers) for numbers in sides.values()], shares="1, 1")
+    return _join(build, [_join(build, node_ids) for node_ids in sides.values()], shares="1, 1")
 
 
 def _join(build: _Builder, loaded: list[str], **inputs: Any) -> str:
-    """Add nodes that make one dataset of several; of one, none."""
+    """Add nodes that join several datasets; none for a single one."""
     while len(loaded) > 1:
         first, rest = loaded[:MOST_DATASETS_JOINED], loaded[MOST_DATASETS_JOINED:]
-        wires = {f"dataset_{i + 1}": [number, 0] for i, number in enumerate(first)}
+        wires = {f"dataset_{i + 1}": [node_id, 0] for i, node_id in enumerate(first)}
         loaded = [build.add("join", {}, **wires, **inputs), *rest]
     return loaded[0]
 
@@ -90,13 +90,13 @@ def _add_dataset(build: _Builder, entry: Mapping[str, dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the graph: its class, its title and its inputs that are no wires, with their defaults."""
+    """A node of the graph: its class, its title, and its inputs that are not wires, with their defaults."""
 
     kind: str
     title: str
     inputs: Mapping[str, Any] = field(default_factory=dict)
     newer: Collection[str] = ()
-    """Inputs that a graph leaves out where no key sets them, as graphs from before do."""
+    """Inputs that a graph leaves out unless a key sets them, as older graphs do."""
 
     @property
     def written(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Node:
 
 
 class _Builder:
-    """Numbers nodes as they are added."""
+    """A graph in the making; nodes are numbered as they are added."""
 
     def __init__(self) -> None:
         self.prompt: Prompt = {}

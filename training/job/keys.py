@@ -45,7 +45,7 @@ def only(allowed: Any, why: str) -> Read:
 
 
 def refused(why: str) -> Read:
-    """Return the reading of a key of other trainers that Graft has not; off or empty, it says nothing."""
+    """Return the reading of a key that Graft does not support; it is ignored if off or empty."""
 
     def read(value: Any, key: str) -> Settings:
         if is_off(value):
@@ -56,16 +56,16 @@ def refused(why: str) -> Read:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a key with this value asks for nothing: false, empty, or keys below it that are."""
+    """Return whether a key with this value asks for nothing: false, empty, or only such keys below it."""
     values = value.values() if isinstance(value, Mapping) else [value]
     return all(found is None or found is False or found in ("", [], {}) for found in values)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The reading of a key that is harmless, as it only counts beside another key of the file, its switch.
+    """The reading of a harmless key, which only counts with another key of the file, its switch.
 
-    Without the switch it is refused: a setting that nothing reads is a mistake.
+    Without the switch it is refused: a setting without effect is a mistake.
     """
 
     switch: str
@@ -77,14 +77,14 @@ class Beside:
 
 
 def text(value: Any, key: str) -> str:
-    """Return a string; a number that YAML took for one is what was written."""
+    """Return a string, also where YAML read it as a number."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{key}: expected a text, found {value!r}.")
     return str(value)
 
 
 def number(value: Any, key: str) -> float:
-    """Return a number, also from 1e-4, which YAML 1.1 reads as a text."""
+    """Return a number, also from 1e-4, which YAML 1.1 reads as text."""
     try:
         found = float(value)
         if isinstance(value, bool) or math.isnan(found):
@@ -95,7 +95,7 @@ def number(value: Any, key: str) -> float:
 
 
 def whole(value: Any, key: str) -> int:
-    """Return a whole number that is not negative."""
+    """Return a whole number, 0 or more."""
     found = number(value, key)
     if not found.is_integer() or found < 0:
         raise UserError(f"{key}: expected a whole number, 0 or more; found {value!r}.")
@@ -109,9 +109,9 @@ def flag(value: Any, key: str) -> bool:
 
 
 def one_of(choices: Mapping[str, Any], advice: str = "") -> Convert:
-    """Return the conversion of names: what the file says -> what the input is given.
+    """Return the conversion of names: name in the file -> value of the input.
 
-    `advice` says what to do about a name that only other trainers know.
+    `advice` is for names that only other trainers know.
     """
 
     def convert(value: Any, key: str) -> Any:
@@ -131,7 +131,7 @@ def either(yes: Any, no: Any) -> Convert:
 
 
 def lines(value: Any, key: str) -> str:
-    """Return a list of texts (or one text) as one a line."""
+    """Return a list of texts (or one text) as lines."""
     entries = value if isinstance(value, list) else [value]
     return "\n".join(" ".join(text(entry, key).split()) for entry in entries)
 
@@ -199,7 +199,7 @@ def architecture(value: Any, key: str) -> str:
 def device(value: Any, key: str) -> str:
     name = text(value, key)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise UserError(f"{key}: {name!r} is no device; write cpu, or cuda:0 for the first graphics card.")
+        raise UserError(f"{key}: {name!r} is not a device; write cpu, or cuda:0 for the first GPU.")
     return name
 
 
@@ -248,7 +248,7 @@ OTHER_NAMES = {
     "max_train_steps": "steps", "lr_warmup_steps": "num_warmup_steps", "warmup_steps": "num_warmup_steps",
     "seed_value": "seed", "repeats": "num_repeats", "clip_path": "clip_l_path", "trigger": "trigger_word",
 }  # fmt: skip
-"""What other trainers call a key -> the last part of its name here, for the hint of a refusal."""
+"""Name of a key in other trainers -> last part of its name here, for the hint in a refusal."""
 
 NOTHING_LEAVES = "nothing leaves this machine"
 TOKENIZERS = "tokenizers come with ComfyUI"
@@ -263,7 +263,7 @@ PRESERVATION = "list images of the class in general as a dataset with is_reg: tr
 ONE_SCALE = "all images train the LoRA at its full strength"
 GUIDANCE_LOSS = "a loss at another guidance was not tried"
 TEXT_ENCODERS_LEAVE = "text encoders run once, before training, and as their file has them"
-NO_PAIRS = "images are not trained in pairs, with a control or a source image"
+NO_PAIRS = "images are not trained in pairs with a control or source image"
 NO_VIDEO = "images are trained, not videos or sound"
 TREAD = "token routing changes the network that is trained"
 
@@ -297,7 +297,7 @@ KEYS: Mapping[str, Read] = {
     "sqlite_db_path": to("checkpoints.sqlite", lambda value, key: bool(text(value, key)) or None),
     "logging.log_every": to("may.log_every", whole),
     "logging.use_ui_logger": to("checkpoints.sqlite", either(True, None)),
-    "logging.verbose": only(False, "ComfyUI's own words are shown when it fails"),
+    "logging.verbose": only(False, "ComfyUI's own messages are shown when it fails"),
     "logging.use_wandb": only(False, NOTHING_LEAVES),
     "logging.project_name": Beside("logging.use_wandb", NOTHING_LEAVES),
     "logging.run_name": Beside("logging.use_wandb", NOTHING_LEAVES),
@@ -349,9 +349,9 @@ KEYS: Mapping[str, Read] = {
     "train.force_first_sample": only(False, "the first set is drawn when a run begins, not when it goes on"),
     "train.disable_sampling": to("may.disable_sampling", flag),
     "train.unload_text_encoder": only(
-        False, "captions would be left out; they are encoded once and the text encoders unloaded anyway"
+        False, "captions would be ignored; they are encoded once, and the text encoders are unloaded anyway"
     ),
-    "train.cache_text_embeddings": only(True, "every caption is encoded once and kept on the disk"),
+    "train.cache_text_embeddings": only(True, "every caption is encoded once and cached on disk"),
     "train.linear_timesteps": refused(BELL),
     "train.timestep_type": to("may.timesteps", one_of(TIMESTEPS, UNWEIGHTED)),
     "train.content_or_style": to("objective.bias", one_of(CONTENT_OR_STYLE, CONTENT)),
@@ -432,7 +432,7 @@ DATASET_KEYS: Mapping[str, Read] = {
     "caption_dropout_rate": to("dataset.caption_dropout", number),
     "shuffle_tokens": to("dataset_settings.shuffle_tags", flag),
     "cache_latents": only(True, "every image is encoded once"),
-    "cache_latents_to_disk": only(True, "what is encoded is kept on the disk"),
+    "cache_latents_to_disk": only(True, "encoded images are cached on disk"),
     "resolution": to("dataset.resolution", sizes),
     "force_recache": to("encode.encode_again", either(True, None)),
     "num_repeats": to("dataset.repeats", whole),
@@ -445,7 +445,7 @@ DATASET_KEYS: Mapping[str, Read] = {
     "alpha_mask": to("dataset_settings.masks", either("alpha", None)),
     "invert_mask": only(False, "white is what counts"),
     "network_weight": only(1, ONE_SCALE),
-    "flip_y": only(False, "pictures are not turned upside down"),
+    "flip_y": only(False, "images are not turned upside down"),
     "batch_size": refused("all datasets share train.batch_size"),
     "controls": refused(NO_PAIRS),
     "control_path": refused(NO_PAIRS),

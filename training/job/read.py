@@ -47,7 +47,7 @@ class Job:
     """The file as it was read; it goes into the LoRA's metadata. Paths are cut to their last part."""
 
     def node(self, kind: str) -> str:
-        """Return the number of the only node of class `kind`."""
+        """Return the id of the only node of class `kind`."""
         return of_kind(self.prompt, kind)[0]
 
     def nodes(self, kind: str) -> list[dict[str, Any]]:
@@ -56,11 +56,11 @@ class Job:
 
 
 HasDataset = Callable[[str], bool]
-"""Whether ComfyUI has a dataset of this name."""
+"""Whether ComfyUI has a dataset with this name."""
 
 
 def maybe(name: str) -> bool:
-    """Leave it to ComfyUI whether there is such a dataset."""
+    """Accept every dataset; ComfyUI decides."""
     return True
 
 
@@ -139,7 +139,7 @@ def compile_job(
 
 @contextmanager
 def _noted(refusals: list[str]) -> Iterator[None]:
-    """Note an error and go on, so that one attempt names everything that a file cannot have."""
+    """Note an error and go on, so that one attempt names every problem of a file."""
     try:
         yield
     except UserError as error:
@@ -149,7 +149,7 @@ def _noted(refusals: list[str]) -> Iterator[None]:
 
 
 def _problems(refusals: Sequence[str]) -> UserError:
-    """Return the one error for everything in a file that cannot be had."""
+    """Return one error for every problem of a file."""
     lines = [f"{len(refusals)} problems:"] if refusals[1:] else []
     lines += refusals[:MOST_NAMED]
     lines += [f"... and {len(refusals) - MOST_NAMED} more"] if refusals[MOST_NAMED:] else []
@@ -219,7 +219,7 @@ def derive(settings: Settings, refusals: list[str]) -> Settings:
 
 
 class _Places:
-    """Where the files are that a job names, and by which name ComfyUI will find them."""
+    """Where the files of a job are, and the names by which ComfyUI will find them."""
 
     def __init__(self, folder: Path, has_dataset: HasDataset) -> None:
         self.folder, self.has_dataset = folder, has_dataset
@@ -231,8 +231,8 @@ class _Places:
         """Return ComfyUI's name of a model file: its own, where the file lies outside ComfyUI."""
         if not name.endswith((".safetensors", ".sft")):
             raise UserError(
-                f"{key}: {name!r} is no .safetensors file; give the path of one on this machine, or its name "
-                "in ComfyUI's models folder. Nothing is downloaded."
+                f"{key}: {name!r} is not a .safetensors file; give the path of one on this machine, or its "
+                "name in ComfyUI's models folder. Nothing is downloaded."
             )
         path = self.folder / Path(name).expanduser()
         if not path.is_file():
@@ -265,9 +265,9 @@ class _Places:
         return name
 
     def _claimed(self, name: str, path: Path, key: str, kinds: Sequence[str]) -> str:
-        """Return the name, which from now on is that of `path`. Raises UserError where it is another's."""
+        """Return the name, and reserve it for `path`. Raises UserError if another path has it."""
         if any(self.owners.setdefault((kind, name), path) != path for kind in kinds):
-            raise UserError(f"{key}: two are called {name!r}; rename one of them.")
+            raise UserError(f"{key}: two files or folders are named {name!r}; rename one of them.")
         return name
 
 

@@ -19,13 +19,13 @@ Rule = Callable[[Settings, May], None]
 
 
 def ema(done: Settings, may: May) -> None:
-    """Keep a moving average, also where only its decay is given."""
+    """Turn on the moving average, also if only its decay is given."""
     if may.get("use_ema", "ema_decay" in may):
         done["optimizer.ema_decay"] = may.get("ema_decay", 0.999)
 
 
 def offloading(done: Settings, may: May) -> None:
-    """Keep the base in host memory, or round it."""
+    """Offload or quantize the base."""
     ways = {"train.use_layer_streaming": "streaming", "model.layer_offloading": "layer_offloading"}
     offload = [key for key, name in ways.items() if may.get(name)]
     if "limit" in may:
@@ -39,8 +39,8 @@ def offloading(done: Settings, may: May) -> None:
         done["memory.base"] = one_of(QUANTIZED, FOUR_BITS)(may.get("qtype", "qfloat8"), "model.qtype")
         if offload:
             raise UserError(
-                f"model.quantize and {offload[0]} are both true: the base is either rounded or kept in "
-                "host memory; leave one out."
+                f"model.quantize and {offload[0]} are both true: the base is either quantized or "
+                "offloaded; remove one."
             )
 
 
@@ -97,7 +97,7 @@ def noise_levels(done: Settings, may: May) -> None:
 
 
 def guidance_embedding(done: Settings, may: May) -> None:
-    """Refuse to leave the guidance input out; in other models the key changes nothing, also in ai-toolkit."""
+    """Refuse to bypass the guidance input; in other models the key has no effect, in ai-toolkit too."""
     family = _family(may)
     if may.get("bypass") and (family is None or family.bypasses_guidance):
         raise UserError(
@@ -114,7 +114,7 @@ def differential_guidance(done: Settings, may: May) -> None:
 
 
 def sampling(done: Settings, may: May) -> None:
-    """Draw the prompts; the scale of a model distilled for guidance is an input of its own."""
+    """Draw the prompts; guidance-distilled models have their guidance scale as an input."""
     family = _family(may)
     distilled = family is not None and family.guidance is not None
     asked = any(name.startswith("sample.") for name in done)
@@ -136,19 +136,19 @@ def sampling(done: Settings, may: May) -> None:
 
 
 def prodigy(done: Settings, may: May) -> None:
-    """Let prodigy find the rate, whatever rate other optimizers were given: ai-toolkit's rule."""
+    """Set the learning rate for prodigy, which finds its own, to 1 if it is below 0.1: ai-toolkit's rule."""
     if done.get("optimizer.optimizer") == "prodigy" and done.get("train.learning_rate", 0.0) < 0.1:
         done["train.learning_rate"] = 1.0
 
 
 def warm_up(done: Settings, may: May) -> None:
-    """Warm up to a constant rate, where no other course is given."""
+    """Warm up to a constant rate, unless a schedule is given."""
     if "optimizer.warmup_steps" in done:
         done.setdefault("optimizer.schedule", "constant")
 
 
 def log_lines(done: Settings, may: May) -> None:
-    """Print a line every so many steps; Graft's log files have every step, which is log_every: 1."""
+    """Print a line every so many steps; Graft's log files have every step, as with log_every: 1."""
     every = may.get("log_every", 0)
     lines = done["run.log_every"] = done.get("run.log_every") or every
     if every > 1 and lines != every:
@@ -165,7 +165,7 @@ def file_format(done: Settings, may: May) -> None:
     if not ADAPTERS[method].is_plain:
         reason = f"diffusers knows plain LoRA only, and network.type is {method}"
     elif family and not family.export:
-        reason = f"{family.name} has no diffusers names here"
+        reason = f"Graft has no diffusers names for {family.name}"
     if done.get("save.format") == DIFFUSERS and reason:
         raise UserError(f"save.save_format: 'diffusers' is not possible: {reason}. Set it to safetensors.")
 

@@ -1,4 +1,4 @@
-"""A YAML file as plain values, also one that was written to do harm.
+"""A YAML file as plain values, even if it was written to do harm.
 
 The one rule: it takes no more time and memory than its size warrants, and every error is a UserError.
 """
@@ -34,9 +34,9 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(content.decode("utf-8-sig"), _Loader)
     except RecursionError:
-        raise UserError("its lists lie too deep within one another.") from None
+        raise UserError("its lists are nested too deep.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"this is no readable YAML file: {error}") from error
+        raise UserError(f"this is not a readable YAML file: {error}") from error
 
 
 NOT_A_VALUE = (ValueError, ArithmeticError, LookupError, AttributeError)
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_document(self, node: yaml.Node) -> Any:
         if _letters(node, {}) > MOST_REPEATED:
-            raise UserError("its aliases (*name) repeat so much that no computer could hold it; write less.")
+            raise UserError("its aliases (*name) repeat too much to fit into memory; use fewer.")
         return super().construct_document(node)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
