@@ -29,7 +29,8 @@ from .memory_settings import MemorySettings
 from .objective_settings import ObjectiveSettings
 from .optimizer_settings import OptimizerSettingsNode
 from .output import LoadTrainingState, SaveLora, SaveTrainingState
-from .pictures import CheckpointGrid, LossPlot, SamplePromptsNode
+from .plots import CheckpointGrid, LossPlot
+from .sample_prompts import SamplePromptsNode
 from .tools import MemoryPlan, ValidationLoss
 from .train import TrainSteps
 from .validation_settings import ValidationSettings

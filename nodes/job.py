@@ -19,7 +19,7 @@ from .memory_settings import MemorySettings
 from .node import Files, Node
 from .objective_settings import ObjectiveSettings
 from .optimizer_settings import OptimizerSettingsNode
-from .pictures import SamplePromptsNode
+from .sample_prompts import SamplePromptsNode
 from .sockets import Checkpoints, Dataset, Lora, Memory, Objective, Optimizer, Samples, schema
 
 
@@ -128,9 +128,9 @@ def _dataset(job: Job) -> Any:
     return _made(job, job.nodes("GraftEncodeDataset")[0]["inputs"]["dataset"][0])
 
 
-def _made(job: Job, number: str) -> Any:
+def _made(job: Job, node_id: str) -> Any:
     """Return the first output of a node of the job's graph, executed with the nodes it is wired to."""
-    node = job.prompt[number]
+    node = job.prompt[node_id]
     inputs = {
         name: _made(job, value[0]) if isinstance(value, list) else value
         for name, value in node["inputs"].items()

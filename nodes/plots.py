@@ -1,4 +1,4 @@
-"""What a run looks like: Sample Prompts, Loss Plot, Checkpoint Grid."""
+"""Images of a run: Loss Plot, Checkpoint Grid."""
 
 from __future__ import annotations
 
@@ -10,48 +10,10 @@ from ..training.comfy.files import trained_lora as output
 from ..training.comfy.progress import progress_bar
 from ..training.comfy.run import checkpoint_grid as grid
 from ..training.comfy.run.notes import family_in, model_file
-from ..training.comfy.run.samples import SAMPLERS, SCHEDULERS, SamplePrompts
-from ..training.config import SampleConfig
+from ..training.comfy.run.samples import SamplePrompts
 from ..training.run.saved_state import StateHandle
 from .node import Node
 from .sockets import Samples, State, schema
-from .widgets import in_order, lines, seed_input, widgets
-
-ORDER = (
-    "negative", "every", "before_training", "width", "height", "steps", "cfg", "sampler", "scheduler", "seed",
-    "walk_seed", "guidance",
-)  # fmt: skip
-
-
-class SamplePromptsNode(Node):
-    """Sample images to draw during training, or to compare checkpoints with."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        seed = seed_input("The same seed gives every set the same noise.")
-        return schema(
-            node_id="GraftSamplePrompts",
-            display_name="Sample Prompts",
-            description="Draw sample images during training, with ComfyUI's own sampler. They appear on "
-            "Train Steps and in the run's folder, and do not affect the training.",
-            search_aliases=["graft", "preview", "sample", "validation prompt"],
-            inputs=[
-                io.Clip.Input("clip", tooltip="The text encoders."),
-                io.Vae.Input("vae", tooltip="The VAE."),
-                io.String.Input(
-                    "prompts",
-                    multiline=True,
-                    default="",
-                    tooltip="Prompts, one per line. [trigger] stands for the dataset's trigger word.",
-                ),
-                *in_order([*widgets(SampleConfig, sampler=SAMPLERS, scheduler=SCHEDULERS), seed], ORDER),
-            ],
-            outputs=[Samples.Output("sample_prompts")],
-        )
-
-    @classmethod
-    def execute(cls, clip: Any, vae: Any, prompts: str, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), **values))
 
 
 class LossPlot(Node):
