@@ -214,11 +214,11 @@ def test_a_lora_is_read_bit_for_bit_by_starting_from_it_and_by_comfyuis_loader(s
 def test_a_new_widget_at_its_default_leaves_the_settings_of_a_graph_as_they_were(graft_nodes, monkeypatch):
     @dataclass(frozen=True)
     class Newer(AdapterConfig):
-        newer: int = settings.added(3)
+        newer: int = settings.setting(3, "New.", added=True)
 
     graph, node = read("graph.json"), graft_nodes["GraftOptimizerSettings"]
     schema = node.GET_SCHEMA()
-    made = [widget(Newer, "newer", "New."), added(io.Combo.Input("menu", options=["a", "b"], default="b"))]
+    made = [widget(Newer, "newer"), added(io.Combo.Input("menu", options=["a", "b"], default="b"))]
     assert [entry.optional for entry in made] == [True, True] and not added_inputs("GraftOptimizerSettings")
     monkeypatch.setattr(node, "SCHEMA", replace(schema, inputs=[*schema.inputs, *made]))
     [key] = (key for key, values in graph.items() if values["class_type"] == "GraftOptimizerSettings")
