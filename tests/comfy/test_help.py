@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,10 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from comfy_api.latest import io
 
 import graft
 from graft.dev.write_help import files
 from graft.nodes.all_nodes import ALL_NODES
+from graft.nodes.sockets import OptimizerSettings, Saving
+from graft.training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
+from graft.training.data.config import DatasetConfig
 
 ROOT = Path(graft.__file__).parent
 LANGUAGES = ("en", "zh", "ja", "de")
@@ -75,6 +80,52 @@ def test_every_input_has_a_tooltip_and_every_node_a_description():
         if len(entry.tooltip or "") < 6
     ]
     assert bare == [] and all(len(schema.description) > 20 for schema in SCHEMAS.values())
+
+
+SETTINGS = {
+    "GraftDatasetSettings": DatasetConfig(),
+    "GraftOptimizerSettings": OptimizerSettings(),
+    "GraftObjectiveSettings": ObjectiveConfig(),
+    "GraftMemorySettings": MemoryConfig(),
+    "GraftCheckpointSettings": Saving(),
+}
+"""Node of settings -> what it gives with every widget as it is."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_widgets_of_a_node_of_settings_are_its_configs_fields(name, graft_nodes):
+    """Other values of all widgets are other values of as many fields."""
+    node, default = graft_nodes[name], SETTINGS[name]
+    shown = {entry.id: entry.default for entry in SCHEMAS[name].inputs}
+    assert node.execute(**shown).args == node.execute().args == (default,)
+    for entry in SCHEMAS[name].inputs:
+        [changed] = node.execute(**{**shown, entry.id: other_than_default(entry)}).args
+        assert type(changed) is type(default) and len(differences(default, changed)) == 1, entry.id
+
+
+def other_than_default(entry):
+    if isinstance(entry, io.Combo.Input):
+        return next(option for option in entry.options if option != entry.default)
+    if isinstance(entry, io.Boolean.Input):
+        return not entry.default
+    if isinstance(entry, io.String.Input):
+        return "#000000" if entry.id == "background" else "other"
+    between = entry.default + (entry.max - entry.default) / 4 if entry.default < entry.max else entry.max / 2
+    return int(between) if isinstance(entry, io.Int.Input) else between
+
+
+def differences(one, other):
+    """The paths of the values in which two configs differ."""
+    if dataclasses.is_dataclass(one):
+        found = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)}
+        return [f"{name}.{path}" for name, pair in found.items() for path in differences(*pair)]
+    return [""] if one != other else []
+
+
+@pytest.mark.parametrize("config", [AdapterConfig, DatasetConfig, ObjectiveConfig, TrainConfig])
+def test_a_config_is_made_by_the_names_of_its_fields_alone(config):
+    with pytest.raises(TypeError, match="positional argument"):
+        config(dataclasses.astuple(config())[0])
 
 
 CONFIGS = {
