@@ -75,7 +75,7 @@ def main() -> None:
     nodes = importlib.import_module("graft.nodes.all_nodes").ALL_NODES
     for path, text in files([node.define_schema() for node in nodes]):
         if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", newline="\n")
             print(path.relative_to(ROOT))
 
 

@@ -33,6 +33,7 @@ def widget(kind: type, name: str, menu: Collection[str] = (), **options: Any) ->
 
 def _widget(found: Setting, menu: Collection[str], **options: Any) -> Any:
     default, optional = found.default, found.optional or found.advanced or found.added
+    default = "" if default == () else default
     options = {"default": default, "tooltip": found.sentence, "optional": optional, **options}
     if choices := list(menu or found.choices):
         made = io.Combo.Input(found.input, options=choices, **options)
@@ -45,8 +46,8 @@ def _widget(found: Setting, menu: Collection[str], **options: Any) -> Any:
         options = {"min": found.low, "max": found.high, "step": found.step or 0.01, "round": False, **options}
         made = io.Float.Input(found.input, **options)
     else:
-        text = {"default": default or "", "multiline": found.multiline or isinstance(default, tuple)}
-        made = io.String.Input(found.input, **{**options, **text})
+        options = {"multiline": found.multiline or found.default == (), **options}
+        made = io.String.Input(found.input, **options)
     made = advanced(made) if found.advanced else made
     return added(made) if found.added else made
 
