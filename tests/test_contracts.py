@@ -160,7 +160,7 @@ def test_every_setting_is_as_old_as_the_files_or_added():
         newer = {field.name for field in fields(kind) if ADDED in field.metadata}
         unmarked = [field.name for field in fields(kind) if field.name not in newer]
         assert unmarked == KNOWN["fields"].get(kind.__name__), (
-            f"{kind.__name__}: a new setting is a field of config.added(default), and an old one stays; list "
+            f"{kind.__name__}: a new setting is config.setting(..., added=True), and an old one stays; list "
             "the fields of a new class in known.json"
         )
 
