@@ -146,7 +146,7 @@ def test_a_file_that_windows_does_not_let_go_of_is_one_clear_error(execute, monk
     execute(saving("held"))
     monkeypatch.setattr(output, "WINDOWS", True)
     monkeypatch.setattr(whole_file, "_replace", refusing(PermissionError(errno.EACCES, "Access is denied")))
-    with pytest.raises(RuntimeError, match="Load LoRA of this session .* choose another name, or restart"):
+    with pytest.raises(RuntimeError, match="Load LoRA node .* choose another name, or restart"):
         execute(saving("held", dtype="fp16"))
 
 
