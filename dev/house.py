@@ -23,14 +23,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 VERBS = frozenset(
     """
-    add append apply ask attach begin bind bring build call check choose clean clear clip close commit
-    convert copy decode define delete draw drop encode end exclude execute export extend extract fetch fill
-    find finetune finish fit fold follow forget forward free gather get give go group handle hold ignore
-    import init initialize install interrupt join keep kill leave lend let list load look make match measure
-    merge move multiply note open optimize pack pin plot post prepare preview print probe prune put quantize
-    queue raise read record refuse register release remember remove rename render replace report request
-    require reset resize restore resume run save say scan send set show shuffle start step stop store sum
-    sweep take tell tidy train try undo unload unmerge update use validate wait warn watch wrap write
+    adapt add append apply ask attach begin bind bring build call check choose clean clear clip close commit
+    complete compute convert copy decode define delete draw drop encode end exclude execute export extend
+    extract fetch fill find finetune finish fit fold follow forget forward free gather get give go group
+    handle hold ignore import init initialize install interrupt join keep kill leave lend let list load look
+    make match measure merge move multiply note open optimize pack pin plot post prepare preview print probe
+    prune put quantize queue raise read record refuse register release remember remove rename render replace
+    report request require reset resize restore resume run save say scan send set show shuffle start step
+    stop store sum sweep synchronize take tell tidy train try undo unload unmerge update use validate wait
+    warn watch wrap write
     """.split()
 )
 """Public functions that act begin with one of these."""
@@ -43,10 +44,14 @@ NOUNS: Mapping[str, str] = {
     "*: from_*": "another constructor",
     "*: on_*": "a handler, named after its event",
     "*: no_progress": "the handler that does nothing",
+    "training/job/read.py: maybe": "the answer that is an argument's default",
     "training/loop.py: step_*": "calls within a step, named after the moment",
+    "training/loop.py: backward": "PyTorch's own name",
+    "training/job/keys.py: *": "the reading of a key, named after it",
     "training/job/rules.py: *": "a rule, named after what it decides",
     "training/objective/*: *": "a formula: it adds to a new tensor",
     "training/run/drawing.py: *": "a picture, named after what it shows",
+    "training/comfy/run/checkpoint_grid.py: checkpoint_grid": "a picture, named after what it shows",
 }
 """Public functions that act and begin with no verb, as globs of "file: name" -> why they may."""
 
@@ -119,9 +124,12 @@ def arrows_up(graph: Mapping[Path, set[Path]]) -> list[str]:
 
 
 def room_of(path: Path) -> str:
-    """Return the folder of a file; a module that lies loose in `training/` is a room of its own."""
-    loose = path.parent == ROOT / "training" and path.name != ENTRY
-    return (path if loose else path.parent).relative_to(ROOT).as_posix()
+    """Return the folder of a file. A module that lies loose in `training/` or in `training/comfy/` is a room
+    of its own.
+    """
+    place = path.relative_to(ROOT)
+    loose = place.parent.as_posix() in FLOORS[:2] and place.name != ENTRY
+    return (place if loose else place.parent).as_posix()
 
 
 def room_graph(graph: Mapping[Path, set[Path]]) -> dict[str, set[str]]:
