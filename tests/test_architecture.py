@@ -46,6 +46,11 @@ def test_nodes_import_no_tensor_library(path):
     assert not roots_of(path) & {"torch", "numpy", "comfy", "safetensors"}
 
 
+@pytest.mark.parametrize("path", [p for p in source_files("tests") if p.name.startswith("test_")], ids=id_of)
+def test_what_several_tests_use_is_in_tests_support(path):
+    assert not {file for file in imported_files(path) if file.name.startswith("test_")}
+
+
 def test_inference_mode_is_undone_at_one_border():
     engine = source_files("training") + source_files("nodes")
     undone = [id_of(path) for path in engine if "inference_mode(False)" in path.read_text("utf-8")]

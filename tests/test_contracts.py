@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from graft.tests.support.runs import assert_same
 from graft.training.config import ADDED, CheckpointConfig, TrainConfig, added, from_dict, to_dict
 from graft.training.data import augment, cache, fingerprint, join, scan
 from graft.training.files.lora.read import read_lora
@@ -33,7 +34,6 @@ from .contracts import make
 from .contracts.make import CONFIGS, HERE, PARTS, PICTURES, RUN, STATE, STEPS, go, tree
 from .support.datasets import FakeEncoder
 from .support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
-from .test_laws import assert_same
 
 KNOWN = json.loads((HERE / "known.json").read_text(encoding="utf-8"))
 [FOLDER] = (HERE / "run").iterdir()

@@ -13,13 +13,13 @@ import sys
 import pytest
 import torch
 
+from graft.tests.support.runs import assert_same
 from graft.training import distributed
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.folder import Run
 from graft.training.run.saved_state import load_state
 
 from .support import ranks
-from .test_laws import assert_same
 
 pytestmark = [
     pytest.mark.distributed,

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from graft.tests.support.runs import CONFIG, run
 from graft.training.adapters.build import ADAPTERS
 from graft.training.config import (
     AdapterConfig,
@@ -23,7 +24,6 @@ from graft.training.optimizer.build import OPTIMIZERS
 from graft.training.optimizer.schedule import SCHEDULES
 
 from .support.tiny import FAMILY
-from .test_laws import CONFIG, run
 
 PARTS = ("adapter", "optimizer", "schedule", "objective", "ema")
 CHOICES = {

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from graft.tests.support.runs import CONFIG, assert_same, run
 from graft.training.adapters.build import attach, restore_adapters
-from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, ScheduleConfig
 from graft.training.live_state import LiveState
 from graft.training.loop import clip_gradients, compute_gradients, initial_state, train
 from graft.training.model import Batch
@@ -18,26 +19,6 @@ from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
-
-CONFIG = TrainConfig(
-    batch_size=2,
-    seed=7,
-    adapter=AdapterConfig(rank=4, alpha=2.0, targets="all"),
-    optimizer=OptimizerConfig(lr=1e-3),
-    schedule=ScheduleConfig(name="cosine", warmup_steps=2, total_steps=20),
-)
-
-
-def run(state=None, *, steps, config=CONFIG, denoiser=None):
-    return train(denoiser or TinyDenoiser(), TinyDataset(), config, state, steps=steps)
-
-
-def assert_same(a, b):
-    assert (a.step, a.losses, a.validations, a.loss_scale) == (b.step, b.losses, b.validations, b.loss_scale)
-    assert (a.optimizer.values, a.optimizer.groups) == (b.optimizer.values, b.optimizer.groups)
-    for one, other in ((a.weights, b.weights), (a.optimizer.tensors, b.optimizer.tensors), (a.ema, b.ema)):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_training_in_two_parts_equals_training_at_once():

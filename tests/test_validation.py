@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from graft.tests.support.runs import CONFIG, assert_same
 from graft.training import loop, rng
 from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
@@ -25,7 +26,6 @@ from graft.training.validation import (
 )
 
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
-from .test_laws import CONFIG, assert_same
 
 
 def test_validation_is_bit_deterministic():

@@ -11,15 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from graft.nodes.lora import BuildLora
 from graft.nodes.lora_settings import LoraSettings
-from graft.tests.comfy.test_first_lora import first_lora, four_squares
 from graft.tests.support import dynamic_vram
+from graft.tests.support.first_lora import first_lora, four_squares
+from graft.tests.support.tiny_sd3 import sd3_state_dict
 from graft.training.adapters.build import build_adapters, method_of, select
 from graft.training.comfy.files.initial_lora import save_initial_state, summary
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.run.notes import run_notes
 from graft.training.config import TrainConfig
-
-from .test_training import sd3_state_dict
 
 QKV = "joint_blocks.0.x_block.attn.qkv"
 

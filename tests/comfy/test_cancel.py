@@ -8,13 +8,12 @@ import torch
 
 from graft.nodes import dataset
 from graft.nodes.base_model import LoadBaseModel
+from graft.tests.support.first_lora import first_lora, four_squares
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder
 from graft.training.comfy.run import session
 from graft.training.comfy.run.samples import SamplePrompts
 from graft.training.data.caption import LONGEST
-
-from .test_first_lora import first_lora, four_squares
 
 
 @pytest.fixture(autouse=True)

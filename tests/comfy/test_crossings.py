@@ -10,6 +10,7 @@ import torch
 from comfy.model_management import get_torch_device
 
 from graft.tests.support import card
+from graft.tests.support.two_steps import CONFIG, Samples
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import MemoryConfig
 from graft.training.loop import train
@@ -17,7 +18,6 @@ from graft.training.memory.activation_checkpointing import MODES
 from graft.training.memory.offload import SMALLEST_INPUT
 
 from ..support.tiny_models import TINY
-from .test_families import CONFIG, Samples
 
 
 @pytest.mark.parametrize("mode", ["none", "block"])

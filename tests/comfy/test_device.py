@@ -10,6 +10,8 @@ import torch
 
 from graft.tests.support import dynamic_vram
 from graft.tests.support.card import PRETENDED
+from graft.tests.support.tiny_clips import clip_of, tiny
+from graft.tests.support.two_steps import CONFIG, Samples
 from graft.training.comfy.model import device, weights
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.unload import unload
@@ -18,8 +20,6 @@ from graft.training.loop import train
 from graft.training.memory.plan import GIB, budget_of
 
 from ..support.tiny_models import TINY
-from .test_families import CONFIG, Samples
-from .test_text_encoders import clip_of, tiny
 
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from graft.tests.support import dynamic_vram
+from graft.tests.support.starter_base import BASE, with_difference
+from graft.tests.support.two_steps import CONFIG, Samples
 from graft.training.comfy.model import loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.fingerprint import fingerprint
@@ -17,8 +19,6 @@ from graft.training.loop import train
 
 from ..support.tiny_models import TINY
 from ..support.tiny_others import OTHERS
-from .test_families import CONFIG, Samples
-from .test_fingerprint import BASE, with_difference
 
 MODELS = {**TINY, **{name: OTHERS[name] for name in ("anima", "cosmos_predict2", "ernie", "joyimage")}}
 """Every family, and those that hand their norms' weights to functions that training replaces."""

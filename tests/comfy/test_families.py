@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from graft.tests.support.tiny_models import FILES, SIBLINGS, TINY, state_dict
+from graft.tests.support.two_steps import CONFIG, Samples, two_steps, unmoved
 from graft.training import rng
 from graft.training.adapters.build import attach, matches, restore_adapters, select
 from graft.training.comfy.model.denoiser import ComfyDenoiser, sdpa
@@ -18,38 +19,16 @@ from graft.training.comfy.model.differentiable import make_differentiable
 from graft.training.comfy.versions import training_mode
 from graft.training.config import (
     AdapterConfig,
-    MemoryConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     ScheduleConfig,
-    TrainConfig,
 )
 from graft.training.family import CONVOLUTIONS
 from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state, train
 from graft.training.objective.loss import add_noise, draw_loss
 
-CONFIG = TrainConfig(
-    batch_size=2,
-    seed=3,
-    adapter=AdapterConfig(rank=4, alpha=4.0, targets="all"),
-    optimizer=OptimizerConfig(lr=1e-2),
-    memory=MemoryConfig(dtype="fp32"),
-)
 FAMILIES = TINY | SIBLINGS
 every_family = pytest.mark.parametrize("name", FAMILIES)
-
-
-class Samples:
-    """Two images of a tiny family, the same in every batch."""
-
-    fingerprint = "tiny"
-
-    def __init__(self, tiny, indices=(0, 1)):
-        self.tiny, self.indices = tiny, indices
-
-    def batch(self, size, *, seed, index):
-        return self.tiny.batch(self.indices)
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +45,6 @@ def trained():
         return cache[name]
 
     return of
-
-
-def two_steps(denoiser, tiny, checkpointing="none"):
-    """Train it in a checkpointing mode; return the state."""
-    memory = MemoryConfig(dtype="fp32", checkpointing=checkpointing)
-    return train(denoiser, Samples(tiny), dataclasses.replace(CONFIG, memory=memory), None, steps=2)
-
-
-def unmoved(denoiser, state):
-    """The adapter parameters that are as in a fresh adapter."""
-    start = initial_state(denoiser, CONFIG).weights
-    return [key for key, tensor in state.weights.items() if torch.equal(tensor, start[key])]
 
 
 def snapshot(patcher):

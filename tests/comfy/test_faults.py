@@ -8,6 +8,7 @@ import comfy.model_management
 import pytest
 import torch
 
+from graft.tests.support.first_lora import four_squares, sampled
 from graft.training import loop, validation
 from graft.training.comfy.model import encoder, loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
@@ -16,7 +17,11 @@ from graft.training.data.batch import EncodedDataset
 from graft.training.live_state import LiveState
 from graft.training.run import execute as run
 
-from .test_samples import images, sampled  # noqa: F401 (a fixture)
+
+@pytest.fixture(scope="module", autouse=True)
+def images(base):
+    four_squares(base)
+
 
 PHASES = {
     "encoding an image": (encoder.ComfyEncoder, "encode_image"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import comfy.model_management
 import comfy.model_sampling
@@ -13,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import graft
+from graft.tests.support.starter_base import BASE, patched, with_difference
+from graft.tests.support.two_steps import CONFIG, Samples
 from graft.training.comfy.model import loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.fingerprint import (
@@ -29,22 +29,10 @@ from graft.training.loop import train
 from graft.training.run.execute import run_key
 
 from ..support.tiny_models import TINY
-from .test_families import CONFIG, Samples
-
-BASE = Path(graft.__file__).parent / "starter" / "base" / "graft_tiny_sd3.safetensors"
 
 
 def fingerprint_of(patcher):
     return ComfyDenoiser(patcher).fingerprint
-
-
-def with_difference(patcher, *, strength=1.0, seed=0):
-    """A clone with a difference on the weight of every layer, as Load LoRA makes it."""
-    generator, patched = torch.Generator().manual_seed(seed), patcher.clone()
-    weights = {key: w for key, w in patcher.model.state_dict().items() if w.ndim > 1}
-    patches = {key: ("diff", (torch.randn(w.shape, generator=generator),)) for key, w in weights.items()}
-    patched.add_patches({k: p for k, p in patches.items() if k.startswith("diffusion_model.")}, strength)
-    return patched
 
 
 @pytest.mark.parametrize("name", ["sd35m", "sdxl", "flux"])
@@ -279,17 +267,6 @@ def gguf_layer(numbers):
 def test_a_packed_weight_counts_with_its_bytes():
     found = [fingerprint(gguf_layer(numbers)) for numbers in (1.0, 1.0, 2.0)]
     assert found[0] == found[1] != found[2]
-
-
-def patched(strength, kind="attn1_output_patch"):
-    """A MODEL with a function in its network, as FreeU makes it."""
-    patcher, table = TINY["sd35m"]().clone(), {320: (strength, 0.2)}
-
-    def scale(x, options):
-        return x * table[320][0]
-
-    getattr(patcher, f"set_model_{kind}")(scale)
-    return patcher
 
 
 def test_functions_in_the_network_count_with_what_they_were_made_with():

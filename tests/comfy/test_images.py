@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from graft.tests.support.first_lora import assert_same_lora, first_lora
 from graft.training.data import CaptionConfig, DatasetConfig, MaskConfig
-
-from .test_first_lora import assert_same_lora, first_lora
 
 WIDGETS = {"resolution": "64", "trigger": "", "missing_captions": "error", "caption_dropout": 0.0}
 WIDGETS |= {"repeats": 1, "flip": False}

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from graft.tests.support.tiny_clips import CONFIG as WITH_TEXT
+from graft.tests.support.tiny_clips import tiny
+from graft.tests.support.tiny_sd3 import Noise, sd3_state_dict
 from graft.training.adapters.build import restore_adapters
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, TrainConfig
@@ -22,9 +25,6 @@ from graft.training.loop import initial_state, train
 from graft.training.state import TrainState
 
 from ..support.tiny_clips import clip_of
-from .test_text_encoders import CONFIG as WITH_TEXT
-from .test_text_encoders import tiny
-from .test_training import Noise, sd3_state_dict
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from PIL import Image
 from safetensors import safe_open
 
 import graft
 from graft import __main__ as launch
 from graft.commands.export_workflow import as_text
 from graft.commands.train import extra_data
-from graft.tests.job.test_job import ERIDIFFUSION
+from graft.tests.support.jobs import ERIDIFFUSION, images, small
 from graft.training.job.graph import NODES
 from graft.training.job.read import compile_job, read_job
 
@@ -49,28 +48,6 @@ def test_the_graph_sets_inputs_that_the_nodes_have_to_their_own_defaults(graft_n
         options = known[key][1] if len(known[key]) > 1 else {}
         if "default" in options:
             assert options["default"] == value, key
-
-
-def images(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    for color in ("red", "blue"):
-        Image.new("RGB", (64, 64), color).save(folder / f"{color}.png")
-        (folder / f"{color}.txt").write_text(f"a {color} square, plain")
-
-
-def small(folder, **process):
-    """A job of two steps on two squares."""
-    images(folder)
-    values = {
-        "type": "sd_trainer",
-        "datasets": [{"folder_path": folder.name, "resolution": 64, "shuffle_tokens": True}],
-        "model": {"name_or_path": "graft_tiny_sd3.safetensors"},
-        "network": {"type": "lokr", "linear": 2, "network_kwargs": {"lr_if_contains": {"mlp": 0.5}}},
-        "train": {"steps": 2, "lr": "1e-3", "optimizer": "adamw", "ema_config": {"use_ema": True}},
-        "save": {"dtype": "float32"},
-        **process,
-    }
-    return {"config": {"name": "job", "process": [values]}}
 
 
 def test_a_job_with_every_kind_of_node_runs(execute, base):

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from graft.nodes.job import TrainingJob
+from graft.tests.support.jobs import images, small
 from graft.training.comfy.files import job_files as jobs
 from graft.training.job.read import compile_job
-
-from .test_job import images, small
 
 WIRES = {
     "start": 1, "optimizer_settings": 2, "objective_settings": 3, "memory_settings": 4,

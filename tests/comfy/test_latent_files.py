@@ -6,10 +6,9 @@ import torch
 
 from graft.nodes.base_model import LoadBaseModel
 from graft.nodes.dataset import EncodeDataset, LoadDataset
+from graft.tests.support.first_lora import four_squares
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder
-
-from .test_first_lora import four_squares
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 import nodes
 from graft.nodes import lora_tools
 from graft.tests.support import dynamic_vram
+from graft.tests.support.tiny_sd3 import sd3_state_dict
 from graft.training.comfy import paths
 from graft.training.comfy.files import lora_files
 from graft.training.tools.merge import AlreadyMerged, NotMerged
-
-from .test_training import sd3_state_dict
 
 QKV = "diffusion_model.joint_blocks.0.x_block.attn.qkv.weight"
 FC1 = "text_model.encoder.layers.0.mlp.fc1"

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from graft.tests.support.card import DEVICE, PRETENDED
 from graft.tests.support.memory import measured, step_gradients
 from graft.tests.support.tiny_models import TINY
+from graft.tests.support.two_steps import Samples
 from graft.training.adapters.build import select
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
@@ -20,8 +21,6 @@ from graft.training.memory import compiling
 from graft.training.memory.activation_checkpointing import MODES
 from graft.training.memory.estimate import estimate_step
 from graft.training.memory.plan import MemoryPlan, fits_surely, make_estimator
-
-from .test_families import Samples
 
 CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 

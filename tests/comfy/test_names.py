@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graft.dev.exports.in_comfyui import FAMILIES
-from graft.tests.comfy.test_text_encoders import clip_of
+from graft.tests.support.tiny_clips import clip_of
 from graft.tests.support.tiny_models import SIBLINGS, TINY
 from graft.tests.support.tiny_others import OTHERS
 from graft.training.adapters.build import restore_adapters

@@ -10,12 +10,12 @@ from comfy_api.latest import io
 
 from graft.nodes.all_nodes import ALL_NODES
 from graft.nodes.node import Files, Node
+from graft.tests.support.runs import assert_same
 from graft.training.run.execute import execute
 from graft.training.run.folder import Run
 
 from ..support.adapter_cases import METHODS, adapter_config, train_config
 from ..support.tiny import TinyDataset, TinyDenoiser
-from ..test_laws import assert_same
 
 HALF = "\ud83d"
 SCHEMAS = {node: node.define_schema() for node in ALL_NODES}

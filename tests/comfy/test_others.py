@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graft.tests.comfy.test_families import two_steps, unmoved
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.tiny_others import OTHERS
+from graft.tests.support.two_steps import two_steps, unmoved
 from graft.training.adapters.build import matches
 from graft.training.comfy import versions
 from graft.training.comfy.model.denoiser import ComfyDenoiser

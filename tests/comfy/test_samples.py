@@ -20,45 +20,17 @@ from comfy.taesd.taesd import TAESD
 from PIL import Image
 
 from graft.starter import in_comfyui as embedded
+from graft.tests.support.first_lora import assert_same_lora, first_lora, four_squares, lora, sampled
 from graft.training.comfy.run import checkpoint_grid as grid
 from graft.training.comfy.run import samples as samples_module
 from graft.training.comfy.run.notes import family_in
 
 from ..support.tiny_models import TINY
-from .test_first_lora import assert_same_lora, first_lora, four_squares, lora
 
 
 @pytest.fixture(scope="module", autouse=True)
 def images(base):
     four_squares(base)
-
-
-def sampled(name, *, train=None, **values):
-    """The shipped workflow with Sample Prompts connected, drawing every second step."""
-    prompt = first_lora(name, steps=4, **(train or {}))
-    prompt["2"]["inputs"]["trigger"] = "sks"
-    given = {
-        "prompts": "a [trigger] square\n\na blue square",
-        "negative": "",
-        "every": 2,
-        "before_training": True,
-        "width": 64,
-        "height": 96,
-        "steps": 2,
-        "cfg": 2.0,
-        "sampler": "euler",
-        "scheduler": "simple",
-        "seed": 3,
-        "walk_seed": False,
-        "guidance": -1.0,
-        **values,
-    }
-    prompt["40"] = {
-        "class_type": "GraftSamplePrompts",
-        "inputs": {"clip": ["1", 1], "vae": ["1", 2], **given},
-    }
-    prompt["5"]["inputs"]["sample_prompts"] = ["40", 0]
-    return prompt
 
 
 def plain(name, **train):

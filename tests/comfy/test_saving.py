@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from graft.nodes import output, train
-from graft.tests.comfy.test_first_lora import first_lora, four_squares
+from graft.tests.support.first_lora import first_lora, four_squares
 from graft.training.comfy import paths
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig

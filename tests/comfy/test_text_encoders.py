@@ -13,7 +13,7 @@ from graft.nodes.tools import MemoryPlan
 from graft.nodes.train import TrainSteps
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.memory import measured
-from graft.tests.support.tiny_clips import ENCODERS, WIDTHS, clip_of
+from graft.tests.support.tiny_clips import CONFIG, ENCODERS, WIDTHS, clip_of, tiny
 from graft.tests.support.tiny_models import TINY
 from graft.training.adapters.build import attach, lr_scales, restore_adapters, select
 from graft.training.comfy.files.trained_lora import with_lora
@@ -22,7 +22,6 @@ from graft.training.comfy.model.unload import unload
 from graft.training.comfy.run.notes import family_in, model_file, run_notes
 from graft.training.config import (
     AdapterConfig,
-    MemoryConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -38,20 +37,7 @@ from graft.training.memory.estimate import estimate_step
 from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
-CONTEXT = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 128}}
-UNETS = {
-    "sd15": {},
-    "sdxl": {"adm_in_channels": 40 + 1536},
-    "sd35m": {"adm_in_channels": 64, "context_embedder_config": CONTEXT},
-}
 CAPTIONS = ("a red square", "a blue square, (bright:1.3)", "a green ball")
-CONFIG = TrainConfig(
-    batch_size=2,
-    seed=3,
-    adapter=AdapterConfig(rank=4, alpha=4.0, text_encoder=0.5),
-    optimizer=OptimizerConfig(lr=1e-2),
-    memory=MemoryConfig(dtype="fp32"),
-)
 every = pytest.mark.parametrize("name", ENCODERS)
 
 
@@ -87,10 +73,6 @@ class Captioned:
         batch = self.tiny.batch(chosen)
         texts, captions = [self.texts[i] for i in chosen], [CAPTIONS[i] for i in chosen]
         return dataclasses.replace(batch, conditioning=texts, captions=captions)
-
-
-def tiny(name):
-    return dataclasses.replace(TINY[name], unet={**TINY[name].unet, **UNETS[name]})
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import comfy.sd
 import pytest
 import torch
 from comfy.ldm.modules.attention import attention_pytorch
-from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from torch.nn.attention import SDPBackend
 
-from graft.tests.support import dynamic_vram
+from graft.tests.support.tiny_sd3 import Noise, sd3_state_dict
+from graft.tests.support.two_steps import Samples
 from graft.training.adapters.build import attach, restore_adapters
 from graft.training.comfy.files.trained_lora import with_lora
 from graft.training.comfy.model import weights
@@ -25,12 +25,10 @@ from graft.training.comfy.model.denoiser import ComfyDenoiser, join_conditions
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.loop import initial_state, train
 from graft.training.memory import compiling
-from graft.training.model import Batch
 from graft.training.network.replace_forward import replaced
 from graft.training.run.saved_state import load_state, save_state
 
 from ..support.tiny_models import TINY
-from .test_families import Samples
 
 CONFIG = TrainConfig(
     batch_size=2,
@@ -40,51 +38,11 @@ CONFIG = TrainConfig(
 )
 
 
-@dynamic_vram.off()
-def sd3_state_dict(depth=2):
-    network = OpenAISignatureMMDITWrapper(
-        in_channels=16,
-        out_channels=16,
-        patch_size=2,
-        depth=depth,
-        input_size=None,
-        adm_in_channels=2048,
-        context_embedder_config={
-            "target": "torch.nn.Linear",
-            "params": {"in_features": 4096, "out_features": 64 * depth},
-        },
-        num_patches=64,
-        pos_embed_max_size=8,
-        pos_embed_scaling_factor=None,
-        qk_norm="rms",
-        x_block_self_attn_layers=[0],
-        device="meta",
-        dtype=torch.float32,
-        operations=comfy.ops.disable_weight_init,
-    )
-    generator = torch.Generator().manual_seed(0)
-    return {k: torch.randn(v.shape, generator=generator) * 0.05 for k, v in network.state_dict().items()}
-
-
 @pytest.fixture
 def patcher():
     """Loaded as a node would load it: in inference mode."""
     with torch.inference_mode():
         return comfy.sd.load_diffusion_model_state_dict(sd3_state_dict())
-
-
-class Noise:
-    """Two samples of noise with random conditioning."""
-
-    fingerprint = "noise"
-
-    def batch(self, size, *, seed, index):
-        g = torch.Generator().manual_seed(index % 2)
-        condition = {
-            "cross_attn": torch.randn(1, 9, 4096, generator=g),
-            "pooled_output": torch.randn(1, 2048, generator=g),
-        }
-        return Batch(torch.randn(size, 16, 8, 8, generator=g), [condition] * size)
 
 
 def run(patcher, state=None, steps=3, config=CONFIG):

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from graft import __main__ as launch
 from graft.commands.headless.server import server
-from graft.tests.run.test_execute import go
 from graft.tests.support.card import PRETENDED
+from graft.tests.support.jobs import images, small
+from graft.tests.support.runs import go
 from graft.training import distributed
 from graft.training.comfy import paths
 from graft.training.comfy.run import session, workers
@@ -28,8 +29,6 @@ from graft.training.loop import STOP
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.folder import Run
 from graft.training.run.run_log import read_log
-
-from .test_job import images, small
 
 pytestmark = pytest.mark.distributed
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the processes are shell scripts")

@@ -11,9 +11,8 @@ import pytest
 from graft.commands import train
 from graft.commands.headless import gpu
 from graft.commands.headless.gpu import choose_gpu
+from graft.tests.support.jobs import document
 from graft.training.job.read import compile_job
-
-from ..job.test_job import document
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import graft
+from graft.tests.support.jobs import DDPM, ERIDIFFUSION, NEEDED, document, put
 from graft.training.config import ObjectiveConfig, from_dict
 from graft.training.family import architectures
 from graft.training.files.lora.diffusers import FILE_FORMATS
@@ -28,8 +29,6 @@ JOBS = Path(graft.__file__).parent / "example_workflows" / "jobs"
 SAME = "the graph is the one without the key"
 """Expected of a value that asks for what Graft does anyway; any other is then in REFUSED."""
 
-DDPM = ("sdxl", "xl", "v2", "ssd", "vega")
-"""model.is_...: whose noise levels ai-toolkit's timestep_type says nothing about."""
 
 HONORED = {
     "job": ("extension", SAME),
@@ -157,22 +156,6 @@ HONORED = {
 }
 """Key -> (value, what it sets)."""
 
-NEEDED = {
-    "network.lokr_full_rank": {"network.type": "lokr"},
-    "network.lokr_factor": {"network.type": "lokr"},
-    "train.disable_sampling": {"sample.prompts": ["a cat"]},
-    "train.skip_first_sample": {"sample.prompts": ["a cat"]},
-    "train.optimizer_params.d_coef": {"train.optimizer": "prodigy"},
-    "train.lr_scheduler_params.num_cycles": {"train.lr_scheduler": "cosine_with_restarts"},
-    "train.lr_scheduler_params.power": {"train.lr_scheduler": "polynomial"},
-    "train.differential_guidance_scale": {"train.do_differential_guidance": True},
-    "model.qtype": {"model.quantize": True},
-    **{f"model.is_{name}": {"train.timestep_type": "linear"} for name in DDPM},
-    **{key: {"sample.prompts": ["a cat"]} for key in KEYS if key.startswith("sample.")},
-    "sample.prompts": {},
-    "sample.samples": {},
-}
-"""Key -> others that it has an effect beside."""
 
 HARMLESS = {
     "logging.project_name": ("x", {"logging.use_wandb": False}),
@@ -356,28 +339,6 @@ AI_TOOLKIT_REFUSED = {
     "train.cache_text_embeddings": True,
 }
 """Key -> what Graft can do, of those that have to be changed there."""
-
-
-def document(key="", value=None, **dataset):
-    """The least that a job needs, and one key more with those that it has an effect beside."""
-    process = {
-        "type": "sd_trainer",
-        "datasets": [{"folder_path": "images", **dataset}],
-        "model": {"name_or_path": "base.safetensors"},
-    }
-    whole = {"config": {"name": "mine", "process": [process]}}
-    return put(whole, NEEDED.get(key, {}) | ({key: value} if key and value is not None else {}))
-
-
-def put(whole, values):
-    """The document with these keys set."""
-    for key, value in values.items():
-        *path, last = key.split(".")
-        place = whole if key in ROOT_KEYS else whole["config"]["process"][0]
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return whole
 
 
 def setting(job, target):
@@ -627,27 +588,6 @@ def test_one_dataset_that_is_to_be_encoded_again_is(tmp_path):
     assert setting(compile_job(job, tmp_path), "encode.encode_again") is True
     sets[1]["force_recache"] = False
     assert setting(compile_job(job, tmp_path), "encode.encode_again") is False
-
-
-ERIDIFFUSION = """
-model:
-  name_or_path: "base.safetensors"
-  is_sdxl: true
-
-network:
-  type: "lora"
-  linear: 16  # LoRA rank
-  linear_alpha: 16
-
-train:
-  batch_size: 1
-  steps: 2000
-  gradient_accumulation: 4
-  lr: 1e-4
-  optimizer: "adamw8bit"
-  gradient_checkpointing: true
-"""
-"""The example of EriDiffusion's README."""
 
 
 def test_a_file_in_the_layout_of_eridiffusions_readme_is_the_same_job(tmp_path):

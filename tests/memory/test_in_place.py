@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from graft.tests.memory.test_placement import config, same, trained
-from graft.tests.support.memory import step_gradients
+from graft.tests.support.memory import config, same, step_gradients, trained
 from graft.tests.support.tiny import Block, TinyDataset, TinyDenoiser
 from graft.training.memory.activation_checkpointing import MODES, checkpoint_blocks
 from graft.training.memory.in_place import is_changed_in_place

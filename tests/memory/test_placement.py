@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from graft.tests.support.adapter_cases import adapter_config, train_config
+from graft.tests.support.memory import config, same, trained
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig, TrainConfig
-from graft.training.loop import initial_state, train
+from graft.training.loop import initial_state
 from graft.training.memory.activation_checkpointing import MODES
 from graft.training.memory.device_memory import limit_memory
 from graft.training.memory.out_of_memory import is_out_of_memory
@@ -20,19 +21,6 @@ from graft.training.memory.plan import candidates
 from graft.training.memory.weight_store import STORES, UNPLACED
 from graft.training.model import OFFLOAD_ALL
 from graft.training.run.execute import run_key
-
-
-def config(**memory):
-    return train_config(adapter_config("lora", targets="all"), memory=MemoryConfig(**memory))
-
-
-def trained(memory, denoiser=None, steps=3, **options):
-    found = train(denoiser or TinyDenoiser(), TinyDataset(), config(**memory), None, steps=steps, **options)
-    return {**found.weights, "losses": torch.tensor(found.losses)}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 class Small(TinyDenoiser):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from graft.tests.support.adapter_cases import adapter_config, train_config
-from graft.tests.support.tiny import TinyDataset, TinyDenoiser
+from graft.tests.support.memory import BATCH, CONFIG, Sized
+from graft.tests.support.tiny import TinyDenoiser
 from graft.training.config import EmaConfig, MemoryConfig, OptimizerConfig
 from graft.training.live_state import LiveState
 from graft.training.loop import initial_state, train
@@ -36,17 +37,6 @@ from graft.training.memory.plan_table import format_plans
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import STORES, is_quantized, weight_bytes
 from graft.training.model import OFFLOAD_ALL, OffloadOptions
-
-
-class Sized(TinyDataset):
-    """Knows how large its batches get."""
-
-    def largest_batch(self, size):
-        return self.batch(size, seed=0, index=0)
-
-
-BATCH = Sized().largest_batch(2)
-CONFIG = replace(train_config(adapter_config("lora", targets="all")), batch_size=2)
 
 
 def with_memory(**settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graft.tests.memory.test_plan import BATCH, CONFIG
+from graft.tests.support.memory import BATCH, CONFIG
 from graft.tests.support.tiny import TinyDenoiser
 from graft.training.memory import plan_table as module
 from graft.training.memory.plan import MemoryPlan, candidates, every_plan, make_estimator

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from graft.tests.support.adapter_cases import adapter_config
+from graft.tests.support.runs import CONFIG, assert_same
+from graft.tests.support.runs import run as train
 from graft.training.config import EmaConfig, ValidationConfig
 from graft.training.loop import train as train_with
 from graft.training.optimizer.ema import decay_at
@@ -15,8 +17,6 @@ from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
 from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
-from ..test_laws import CONFIG, assert_same
-from ..test_laws import run as train
 
 AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.9))
 

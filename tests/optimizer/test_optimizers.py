@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from graft.tests.support.adapter_cases import adapter_config
+from graft.tests.support.runs import assert_same
+from graft.tests.support.runs import run as train
 from graft.training.config import AdapterConfig, EmaConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.live_state import LiveState
 from graft.training.loop import initial_state
@@ -29,8 +31,6 @@ from graft.training.optimizer.build import (
 from graft.training.run.saved_state import load_state, save_state
 
 from ..support.tiny import TinyDenoiser
-from ..test_laws import assert_same
-from ..test_laws import run as train
 
 PACKAGES = {
     "adamw8bit": "bitsandbytes",

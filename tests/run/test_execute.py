@@ -19,6 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from graft.tests.support.runs import CONFIG, Cancelled, assert_same, checkpoints, counting, go
+from graft.tests.support.runs import run as train_without_a_folder
 from graft.training import loop
 from graft.training.config import (
     CheckpointConfig,
@@ -44,40 +46,6 @@ from graft.training.run.saved_state import open_state, save_state
 from graft.training.run.watch import DiskFull
 
 from ..support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
-from ..test_laws import CONFIG, assert_same
-from ..test_laws import run as train_without_a_folder
-
-EVERY_STEP = CheckpointConfig(minutes=0)
-
-
-class Cancelled(BaseException):
-    """ComfyUI's interrupt is an Exception in one version and a BaseException in another."""
-
-
-def go(
-    folder,
-    steps,
-    *,
-    on_step=lambda progress, handles: None,
-    start=None,
-    config=CONFIG,
-    saving=EVERY_STEP,
-    **options,
-):
-    return execute(
-        Run(folder, saving),
-        TinyDenoiser(),
-        TinyDataset(),
-        config,
-        start,
-        steps=steps,
-        on_step=on_step,
-        **options,
-    )
-
-
-def counting(seen):
-    return lambda progress, handles: seen.append(progress.step)
 
 
 def failing_at(step, error):
@@ -86,10 +54,6 @@ def failing_at(step, error):
             raise error
 
     return on_step
-
-
-def checkpoints(folder):
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
 
 
 def test_a_finished_run_costs_no_step(tmp_path):

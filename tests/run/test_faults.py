@@ -9,15 +9,14 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
+from graft.tests.support.runs import CONFIG, assert_same, go
+from graft.tests.support.runs import run as train
 from graft.training.config import CheckpointConfig, OptimizerConfig, ScheduleConfig, ValidationConfig
 from graft.training.run import watch
 from graft.training.run.watch import DiskFull
 from graft.training.validation import validation_loss
 
 from ..support.tiny import TinyDenoiser, TinySamples
-from ..test_laws import CONFIG, assert_same
-from ..test_laws import run as train
-from .test_execute import go
 
 
 @pytest.fixture

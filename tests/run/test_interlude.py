@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from graft.tests.support.runs import CONFIG, Cancelled, assert_same, counting, go
 from graft.training.config import EmaConfig, OptimizerConfig, ValidationConfig
 from graft.training.loop import train
 
 from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
-from ..test_laws import CONFIG, assert_same
-from .test_execute import Cancelled, counting, go
 
 
 def using_the_base(denoiser, seen):

@@ -13,13 +13,11 @@ import pytest
 
 from graft import __main__ as launch
 from graft.dev.benchmarks import faults
+from graft.tests.support.runs import assert_same, checkpoints, go
+from graft.tests.support.runs import run as train
 from graft.training import signals
 from graft.training.config import CheckpointConfig
 from graft.training.run.run_log import read_log
-
-from ..test_laws import assert_same
-from ..test_laws import run as train
-from .test_execute import checkpoints, go
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 
@@ -99,7 +97,7 @@ import runpy, signal, sys, threading, time
 from pathlib import Path
 
 runpy.run_path(sys.argv[1])["import_graft"]()
-from graft.tests.run.test_execute import CheckpointConfig, go
+from graft.tests.support.runs import CheckpointConfig, go
 from graft.training.signals import save_at_exit
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in processes of a script's background

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from graft.tests.run.test_execute import CONFIG, go
+from graft.tests.support.runs import CONFIG, go
 from graft.training.config import MemoryConfig, OptimizerConfig
 from graft.training.loop import STOP
 from graft.training.run.folder import Run

@@ -11,6 +11,7 @@ from contextlib import closing
 
 import pytest
 
+from graft.tests.support.runs import CONFIG
 from graft.training.config import CheckpointConfig
 from graft.training.loop import Progress
 from graft.training.optional import optional
@@ -20,7 +21,6 @@ from graft.training.run.folder import Run
 from graft.training.run.run_log import RunLog, clock, describe, entry_of, progress_of, read_entries, read_log
 
 from ..support.tiny import TinyDataset, TinyDenoiser
-from ..test_laws import CONFIG
 
 STEP = Progress(
     step=40,

@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from graft import __main__ as launch
+from graft.tests.support.runs import CONFIG, assert_same, run
 from graft.training.config import EmaConfig
 from graft.training.files import leftovers, whole_file
 from graft.training.files.tensor_file import write_tensors
 from graft.training.files.whole_file import remove_leftovers
 from graft.training.run import saved_state as checkpoint
 from graft.training.run.saved_state import load_state, open_state, save_state, size_in_bytes, write_text
-
-from ..test_laws import CONFIG, assert_same, run
 
 
 @pytest.fixture(scope="module")

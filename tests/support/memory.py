@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from graft.tests.support.adapter_cases import adapter_config, train_config
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.adapters.build import attach, draws, restore_adapters
-from graft.training.loop import initial_state
+from graft.training.config import MemoryConfig
+from graft.training.loop import initial_state, train
 from graft.training.memory.activation_checkpointing import checkpoint_blocks
 from graft.training.memory.compiling import Compiled
 from graft.training.memory.tensor_counter import LiveTensors
@@ -58,3 +62,29 @@ def measured(denoiser, batch, config, mode, dtype=torch.float32):
                 kept = live.now
                 value.backward()
     return live, kept
+
+
+def config(**memory):
+    return train_config(adapter_config("lora", targets="all"), memory=MemoryConfig(**memory))
+
+
+def trained(memory, denoiser=None, steps=3, **options):
+    found = train(denoiser or TinyDenoiser(), TinyDataset(), config(**memory), None, steps=steps, **options)
+    return {**found.weights, "losses": torch.tensor(found.losses)}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Sized(TinyDataset):
+    """Knows how large its batches get."""
+
+    def largest_batch(self, size):
+        return self.batch(size, seed=0, index=0)
+
+
+BATCH = Sized().largest_batch(2)
+
+
+CONFIG = replace(train_config(adapter_config("lora", targets="all")), batch_size=2)

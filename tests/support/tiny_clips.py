@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
+import comfy.model_management
 import comfy.sd
 import comfy.sd1_clip
 import comfy.sdxl_clip
@@ -12,7 +14,13 @@ import comfy.text_encoders.sd3_clip as sd3_clip
 import torch
 
 from graft.tests.support import dynamic_vram
-from graft.tests.support.tiny_models import fill
+from graft.tests.support.tiny_models import TINY, fill
+from graft.training.config import (
+    AdapterConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 
 WIDTHS = {"sd15": {"clip_l": 64}, "sdxl": {"clip_l": 24, "clip_g": 40}, "sd35m": {"clip_l": 24, "clip_g": 40}}
 ENCODERS = {
@@ -37,3 +45,26 @@ def clip_of(name, seed=5):
     clip = comfy.sd.CLIP(SimpleNamespace(params={}, clip=model, tokenizer=tokenizer), model_options=options)
     fill(clip.cond_stage_model, seed)
     return clip
+
+
+CONTEXT = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 128}}
+
+
+UNETS = {
+    "sd15": {},
+    "sdxl": {"adm_in_channels": 40 + 1536},
+    "sd35m": {"adm_in_channels": 64, "context_embedder_config": CONTEXT},
+}
+
+
+CONFIG = TrainConfig(
+    batch_size=2,
+    seed=3,
+    adapter=AdapterConfig(rank=4, alpha=4.0, text_encoder=0.5),
+    optimizer=OptimizerConfig(lr=1e-2),
+    memory=MemoryConfig(dtype="fp32"),
+)
+
+
+def tiny(name):
+    return dataclasses.replace(TINY[name], unet={**TINY[name].unet, **UNETS[name]})
