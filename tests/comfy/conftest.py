@@ -53,6 +53,7 @@ def bootstrap() -> None:
 
         comfy.options.enable_args_parsing()
         import comfy.cli_args
+        import utils.extra_config  # noqa: F401 (ComfyUI's own; its nodes.py puts comfy/ with a utils.py first)
     finally:
         sys.argv = argv
     if DYNAMIC:
