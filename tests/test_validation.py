@@ -25,6 +25,7 @@ from graft.training.validation import (
     validation_sigmas,
 )
 
+from .support.runs import CONFIG, assert_same
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 

@@ -11,31 +11,23 @@ import logging
 import os
 import shutil
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from graft.tests.support.runs import CONFIG, Cancelled, assert_same, checkpoints, counting, go
 from graft.tests.support.runs import run as train_without_a_folder
 from graft.training import loop
 from graft.training.config import (
     CheckpointConfig,
-    EmaConfig,
     OptimizerConfig,
-    ValidationConfig,
     from_dict,
     to_dict,
 )
-from graft.training.files.lora.write import lora_tensors
 from graft.training.live_state import LiveState
-from graft.training.loop import STOP
 from graft.training.optimizer.build import OPTIMIZERS
-from graft.training.run import checkpoints as checkpoints_module
-from graft.training.run import lock, watch
+from graft.training.run import lock
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
 from graft.training.run.folder import Run
@@ -43,17 +35,10 @@ from graft.training.run.lock import lock_folder
 from graft.training.run.restarts import restart_notes
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
-from graft.training.run.watch import DiskFull
 
-from ..support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
-
-
-def failing_at(step, error):
-    def on_step(progress, handles):
-        if progress.step == step:
-            raise error
-
-    return on_step
+from ..support.runs import CONFIG, Cancelled, assert_same, checkpoints, counting, failing_at, finish_at, go
+from ..support.runs import run as train_without_a_folder
+from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
 
 
 def test_a_finished_run_costs_no_step(tmp_path):
@@ -91,10 +76,6 @@ def test_a_run_that_was_cancelled_resumes_bit_equal(tmp_path, error):
     assert seen == [4, 5, 6]
 
 
-def finish_at(step):
-    return lambda progress, handles: STOP if progress.step == step else None
-
-
 def test_a_finished_run_costs_nothing_for_the_same_steps_and_goes_on_for_any_other_number(tmp_path):
     stop = go(tmp_path, 9, on_step=finish_at(2))
     assert stop.step == 2 and Checkpoints(Run(tmp_path)).find_result(None, 9, CONFIG) == stop
@@ -119,12 +100,6 @@ def test_a_run_behind_a_finished_one_is_finished_and_continued_in_the_same_way(t
     assert_same(go(tmp_path / "b", 3, start=again).load(), train_without_a_folder(steps=5))
 
 
-def test_a_run_that_was_deleted_hands_nothing_on(tmp_path):
-    stop = go(tmp_path, 2)
-    with pytest.raises(ValueError, match="no training state after step 2 here.* queue the graph again"):
-        Checkpoints(Run(tmp_path)).find_result(stop, 4, CONFIG)
-
-
 def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path, monkeypatch, caplog):
     optimize = torch.optim.AdamW.step
 
@@ -142,16 +117,6 @@ def test_an_error_inside_an_optimizer_step_falls_back_to_the_saved_one(tmp_path,
     assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):
-    with pytest.raises(Cancelled):
-        go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
-    [tensors] = (tmp_path / "checkpoints" / "step-00000004").glob("state-*.safetensors")
-    tensors.write_bytes(tensors.read_bytes()[:-100])
-    seen = []
-    assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
-    assert seen == [4, 5, 6] and "Falling back" in caplog.text
-
-
 @pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"format": 1, "st'])
 def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
     with pytest.raises(Cancelled):
@@ -162,57 +127,6 @@ def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
     seen = []
     assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
     assert seen == [4, 5, 6] and "Falling back" in caplog.text
-
-
-def test_newest_checkpoints_results_and_the_best_one_are_kept(tmp_path):
-    go(tmp_path, 3)
-    config = dataclasses.replace(CONFIG, validation=ValidationConfig(every=1))
-    go(tmp_path, 9)
-    assert checkpoints(tmp_path) == [3, 8, 9]
-    handle = go(tmp_path / "v", 9, config=config, validation=TinySamples())
-    lowest = min(handle.load().validations, key=lambda entry: entry[1])[0]
-    assert checkpoints(tmp_path / "v") == sorted({lowest, 8, 9})
-
-
-def test_a_state_knows_the_sound_ones_of_its_run_before_it(tmp_path):
-    go(tmp_path / "run", 4, saving=CheckpointConfig(minutes=0, steps=0, keep=9))
-    handle = open_state(Run(tmp_path / "run").checkpoint(3))
-    leading = Checkpoints(Run(tmp_path / "run")).leading_to
-    assert [state.step for state in leading(handle)] == [1, 2, 3]
-    (Run(tmp_path / "run").checkpoint(2) / "state.json").write_text("torn")
-    assert [state.step for state in leading(handle)] == [1, 3]
-    elsewhere = save_state(handle.load(), tmp_path / "saved")
-    assert Run.of(elsewhere) is None and Run.of(handle) == Run(tmp_path / "run")
-
-
-def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
-    go(tmp_path, 7, saving=CheckpointConfig(minutes=0, steps=0, keep=4))
-    assert checkpoints(tmp_path) == [4, 5, 6, 7]
-
-
-def test_leftovers_of_a_killed_run_are_removed(tmp_path):
-    go(tmp_path, 2)
-    torn = tmp_path / "checkpoints" / "step-00000007"
-    torn.mkdir()
-    (torn / "state-00.safetensors").write_text("half")
-    (tmp_path / "checkpoints" / "step-00000002" / ".writing-0a").write_text("half")
-    go(tmp_path, 3)
-    assert not torn.exists() and not list(tmp_path.rglob(".writing-*"))
-
-
-def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
-    saving = CheckpointConfig(minutes=60, steps=2, keep=9)
-    go(tmp_path, 5, saving=saving)
-    assert checkpoints(tmp_path) == [2, 4, 5]
-
-
-def test_checkpoints_at_multiples_are_kept_whatever_the_clock_adds(tmp_path):
-    """Every step is late here; what goes is the state, and never the LoRA of a step that was asked for."""
-    saving = CheckpointConfig(minutes=0, steps=3, keep=2)
-    go(tmp_path / "kitty-0123", 11, saving=saving)
-    assert checkpoints(tmp_path / "kitty-0123") == [6, 9, 10, 11]
-    loras = sorted(path.name for path in (tmp_path / "kitty-0123" / "loras").iterdir())
-    assert loras == [f"kitty-{step:06d}.safetensors" for step in (3, 6, 9, 10, 11)]
 
 
 def test_the_log_keeps_what_it_says_of_later_checkpoints(tmp_path):
@@ -276,37 +190,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_step(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="no run can be kept here"):
         go(tmp_path / "file" / "run", 1)
-
-
-def test_a_run_does_not_start_on_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-    with pytest.raises(DiskFull, match="0 MB are free"):
-        go(tmp_path, 1)
-
-
-def test_a_disk_that_fills_up_stops_the_run_with_a_saved_state(tmp_path, monkeypatch):
-    free = iter([1 << 40, 1 << 40, 0])
-    usage = shutil._ntuple_diskusage
-    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: usage(1, 1, next(free)))
-    with pytest.raises(DiskFull, match="queue the graph again"):
-        go(tmp_path, 9, saving=CheckpointConfig(minutes=60))
-    monkeypatch.undo()
-    assert checkpoints(tmp_path) == [2]
-    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
-
-
-def test_a_failed_write_is_reported_and_training_goes_on(tmp_path, monkeypatch, caplog):
-    save, failures = watch.save_state, [OSError("locked")] * 3  # the first is tried again at once
-
-    def sometimes(state, folder):
-        if failures:
-            raise failures.pop()
-        return save(state, folder)
-
-    monkeypatch.setattr(watch, "save_state", sometimes)
-    assert_same(go(tmp_path, 4).load(), train_without_a_folder(steps=4))
-    assert caplog.text.count("could not be saved (locked)") == 2
 
 
 def test_a_state_that_another_one_replaced_is_not_loaded(tmp_path):
@@ -400,104 +283,3 @@ def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
         next(iter(go(tmp_path / "b", 2, start=start, config=config).load().weights.values())),
         next(iter(go(tmp_path / "c", 2, start=start).load().weights.values())),
     )
-
-
-def test_a_checkpoint_has_its_lora_file(tmp_path):
-    config = dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.5))
-    state = go(tmp_path / "kitty-0123", 2, config=config).load()
-    path = tmp_path / "kitty-0123" / "loras" / "kitty-000002.safetensors"
-    expected = lora_tensors(dataclasses.replace(state, weights=state.ema), FAMILY, torch.bfloat16)
-    found = load_file(path)
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
-    exact = {key for key, tensor in found.items() if tensor.dtype == torch.float32}
-    assert exact == {key for key in found if key.endswith(".alpha")} < found.keys()
-    with safe_open(path, "pt") as file:
-        assert file.metadata()["modelspec.title"] == "kitty at step 2"
-    go(tmp_path / "without", 1, saving=CheckpointConfig(lora=False))
-    assert not (tmp_path / "without" / "loras").exists()
-
-
-def test_a_lora_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(watch, "write_lora", full)
-    assert_same(go(tmp_path, 3).load(), train_without_a_folder(steps=3))
-    assert "the LoRA file of step 1 could not be written" in caplog.text
-
-
-def test_a_drive_that_is_away_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
-    def away(path):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 1 << 40))
-    monkeypatch.setattr(watch, "DISK_CHECK_SECONDS", 0.0)
-
-    def on_step(progress, handles):
-        monkeypatch.setattr(watch.shutil, "disk_usage", away)
-
-    assert go(tmp_path, 3, on_step=on_step).step == 3
-
-
-def test_the_last_save_waits_for_a_drive_and_says_what_is_lost_without_one(tmp_path, monkeypatch):
-    save, failures = watch.save_state, [OSError("away"), OSError("away")]
-    monkeypatch.setattr(watch, "save_state", lambda *args: _fail(failures) or save(*args))
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
-    rarely = CheckpointConfig(minutes=60)
-    assert go(tmp_path, 3, saving=rarely).step == 3 and not failures
-    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
-    failures += [OSError("away")] * 2
-    with pytest.raises(OSError, match="could not be saved .away.. What it trained after .* is lost") as error:
-        go(tmp_path, 5, saving=rarely)
-    assert str(tmp_path) in str(error.value)
-
-
-def _fail(failures):
-    if failures:
-        raise failures.pop()
-
-
-def test_a_lora_file_that_cannot_be_removed_does_not_keep_a_run_from_being_saved(tmp_path, monkeypatch):
-    """Windows removes none that a Load LoRA has read."""
-
-    def held(self, missing_ok=False):
-        if self.suffix == ".safetensors" and self.parent.name == "loras":
-            raise PermissionError("held")
-        unlink(self, missing_ok)
-
-    unlink = Path.unlink
-    go(tmp_path / "run-0", 3)
-    monkeypatch.setattr(Path, "unlink", held)
-    assert go(tmp_path / "run-0", 5, saving=CheckpointConfig(minutes=60, keep=1)).step == 5
-    assert checkpoints(tmp_path / "run-0") == [3, 5]
-
-
-def test_a_kill_between_a_checkpoint_and_its_lora_file_costs_neither(tmp_path, monkeypatch):
-    """The file is written when the run goes on; and one whose checkpoint is pruned never outlives it."""
-    saving = CheckpointConfig(steps=2, minutes=0, keep=1, lora=True)
-    monkeypatch.setattr(watch, "save_lora", failing)
-    with pytest.raises(Cancelled):
-        go(tmp_path, 4, saving=saving)
-    assert saved(tmp_path) and not list((tmp_path / "loras").glob("*"))
-    monkeypatch.undo()
-    go(tmp_path, 4, saving=saving)
-    assert [path.stem[-6:] for path in sorted((tmp_path / "loras").iterdir())][:1] == ["000002"]
-    with pytest.raises(RuntimeError):
-        go(tmp_path, 12, saving=saving, on_step=failing_at(5, RuntimeError()))
-    assert Run(tmp_path, saving).lora(5).exists()
-    monkeypatch.setattr(checkpoints_module, "remove_state", failing)
-    with pytest.raises(Cancelled):
-        go(tmp_path, 12, saving=saving)
-    monkeypatch.undo()
-    kept = {int(path.parent.name[-8:]) for path in saved(tmp_path)}
-    assert {int(path.stem[-6:]) for path in (tmp_path / "loras").iterdir()} <= kept | {2, 4, 6, 8, 10, 12}
-    go(tmp_path, 12, saving=saving)
-    assert not Run(tmp_path, saving).lora(5).exists()
-
-
-def failing(*ignored):
-    raise Cancelled
-
-
-def saved(folder):
-    return list((folder / "checkpoints").glob("*/state.json"))

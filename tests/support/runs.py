@@ -1,10 +1,9 @@
-"""Short runs of the tiny denoiser, with a folder and without, and what two states must have in common."""
+"""Runs of the tiny denoiser, with and without a folder, and functions to watch, end and compare them."""
 
 from __future__ import annotations
 
 import torch
 
-from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -12,9 +11,11 @@ from graft.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from graft.training.loop import train
+from graft.training.loop import STOP, train
 from graft.training.run.execute import execute
 from graft.training.run.folder import Run
+
+from .tiny import TinyDataset, TinyDenoiser
 
 CONFIG = TrainConfig(
     batch_size=2,
@@ -24,8 +25,11 @@ CONFIG = TrainConfig(
     schedule=ScheduleConfig(name="cosine", warmup_steps=2, total_steps=20),
 )
 
+EVERY_STEP = CheckpointConfig(minutes=0)
+
 
 def run(state=None, *, steps, config=CONFIG, denoiser=None):
+    """Train without a folder."""
     return train(denoiser or TinyDenoiser(), TinyDataset(), config, state, steps=steps)
 
 
@@ -35,9 +39,6 @@ def assert_same(a, b):
     for one, other in ((a.weights, b.weights), (a.optimizer.tensors, b.optimizer.tensors), (a.ema, b.ema)):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-EVERY_STEP = CheckpointConfig(minutes=0)
 
 
 class Cancelled(BaseException):
@@ -70,5 +71,17 @@ def counting(seen):
     return lambda progress, handles: seen.append(progress.step)
 
 
+def failing_at(step, error):
+    def on_step(progress, handles):
+        if progress.step == step:
+            raise error
+
+    return on_step
+
+
 def checkpoints(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def finish_at(step):
+    return lambda progress, handles: STOP if progress.step == step else None
