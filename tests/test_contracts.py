@@ -33,7 +33,6 @@ from graft.training.tools.merge import digest as lora_digest
 from .contracts import make
 from .contracts.make import CONFIGS, HERE, PARTS, PICTURES, RUN, STATE, STEPS, go, tree
 from .support.datasets import FakeEncoder
-from .support.runs import assert_same
 from .support.tiny import FAMILY, TinyDataset, TinyDenoiser, TinySamples
 
 KNOWN = json.loads((HERE / "known.json").read_text(encoding="utf-8"))

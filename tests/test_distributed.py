@@ -20,7 +20,6 @@ from graft.training.run.folder import Run
 from graft.training.run.saved_state import load_state
 
 from .support import ranks
-from .support.runs import assert_same
 
 pytestmark = [
     pytest.mark.distributed,

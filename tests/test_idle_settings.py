@@ -23,7 +23,6 @@ from graft.training.objective.weighting import LOSSES, WEIGHTINGS
 from graft.training.optimizer.build import OPTIMIZERS
 from graft.training.optimizer.schedule import SCHEDULES
 
-from .support.runs import CONFIG, run
 from .support.tiny import FAMILY
 
 PARTS = ("adapter", "optimizer", "schedule", "objective", "ema")

@@ -18,7 +18,6 @@ from graft.training.objective.loss import draw_loss, loss_at
 from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
-from .support.runs import CONFIG, assert_same, run
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 

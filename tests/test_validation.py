@@ -25,7 +25,6 @@ from graft.training.validation import (
     validation_sigmas,
 )
 
-from .support.runs import CONFIG, assert_same
 from .support.tiny import Flow, TinyDataset, TinyDenoiser, TinySamples
 
 

@@ -84,7 +84,7 @@ def test_block_ranges_choose_whole_blocks(ranges, blocks):
 
 
 @pytest.mark.parametrize(
-    ("ranges", "message"), [("2", "2 blocks, 0 to 1"), ("x", "write for example"), ("1-0", "2 blocks")]
+    ("ranges", "message"), [("2", "2 blocks, 0 to 1"), ("x", "write for instance"), ("1-0", "2 blocks")]
 )
 def test_block_ranges_that_do_not_exist_are_refused(ranges, message):
     with pytest.raises(ValueError, match=message):
@@ -222,8 +222,8 @@ def test_an_unknown_method_is_refused():
         ({"lrs": (("*", 0.0),)}, "learning-rate ratio must be above 0"),
         ({"init": "loftq"}, "choose one of default, gaussian, pissa"),
         ({"init": "pissa", "algorithm": "loha"}, "is for LoRA"),
-        ({"init": "pissa", "max_norm": 1.0}, "PiSSA .* knows neither max_norm"),
-        ({"init": "pissa", "tucker": True}, "PiSSA .* nor tucker"),
+        ({"init": "pissa", "max_norm": 1.0}, "PiSSA .* does not support max_norm"),
+        ({"init": "pissa", "tucker": True}, "PiSSA .* or tucker"),
         ({"factor": 1}, "factor must be at least 2"),
     ],
 )

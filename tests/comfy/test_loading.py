@@ -17,6 +17,7 @@ import graft
 from graft.starter import in_comfyui as embedded
 from graft.training.comfy.model import loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.user_error import UserError
 
 BASE = Path(graft.__file__).parent / "starter" / "base" / "graft_tiny_sd3.safetensors"
 
@@ -140,7 +141,7 @@ def test_the_demos_text_encoder_comes_with_its_base_and_with_no_full_size_model(
 
 def test_an_old_pytorch_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.4.1+cu121")
-    with pytest.raises(RuntimeError, match=r"Graft needs PyTorch 2\.5 or newer, and this is 2\.4\.1\+cu121"):
+    with pytest.raises(UserError, match=r"Graft needs PyTorch 2\.5 or newer, and this is 2\.4\.1\+cu121"):
         asyncio.run(graft.comfy_entrypoint())
 
 

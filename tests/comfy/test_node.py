@@ -15,7 +15,6 @@ from graft.training.run.execute import execute
 from graft.training.run.folder import Run
 
 from ..support.adapter_cases import METHODS, adapter_config, train_config
-from ..support.runs import assert_same
 from ..support.tiny import TinyDataset, TinyDenoiser
 
 HALF = "\ud83d"

@@ -273,7 +273,7 @@ def test_memory_plan_counts_the_text_encoders_part(trained):
 
     without = dataclasses.replace(CONFIG.adapter, text_encoder=0.0)
     assert adapters(CONFIG.adapter, clip=clip) > adapters(without)
-    with pytest.raises(ValueError, match="needs CLIP"):
+    with pytest.raises(ValueError, match="clip: missing"):
         MemoryPlan.execute(patcher, dataset, CONFIG.adapter, 1)
 
 
@@ -295,7 +295,7 @@ def test_what_training_the_text_encoders_takes_is_estimated(name, mode):
 
 
 def test_train_steps_asks_for_the_clip_it_needs():
-    with pytest.raises(ValueError, match="needs CLIP: connect the base's, or set text_encoder to 0"):
+    with pytest.raises(ValueError, match="clip: missing; the LoRA trains the text encoders"):
         TrainSteps.execute(tiny("sd15")(), None, CONFIG.adapter, 1, 0, 1e-4, 1, 0, "x")
 
 

@@ -460,7 +460,9 @@ def test_what_a_caption_grows_to_counts_towards_its_limit(tmp_path):
 @pytest.mark.parametrize("name", ["prefix", "suffix", "trigger"])
 def test_what_is_added_to_every_caption_has_a_limit(name):
     captioned(**{name: "x" * MOST_ADDED})
-    with pytest.raises(ValueError, match=f"the {name} has {MOST_ADDED + 1} letters; {MOST_ADDED} are"):
+    with pytest.raises(
+        ValueError, match=f"the {name} has {MOST_ADDED + 1} letters; the limit is {MOST_ADDED}"
+    ):
         captioned(**{name: "x" * (MOST_ADDED + 1)})
 
 

@@ -16,8 +16,6 @@ from graft.training.optimizer.ema import decay_at
 from graft.training.run.saved_state import load_state, save_state
 from graft.training.validation import validation_loss
 
-from ..support.runs import CONFIG, assert_same
-from ..support.runs import run as train
 from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
 
 AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.9))

@@ -30,8 +30,6 @@ from graft.training.optimizer.build import (
 )
 from graft.training.run.saved_state import load_state, save_state
 
-from ..support.runs import assert_same
-from ..support.runs import run as train
 from ..support.tiny import TinyDenoiser
 
 PACKAGES = {

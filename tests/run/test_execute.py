@@ -16,7 +16,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graft.tests.support.runs import CONFIG, Cancelled, assert_same, checkpoints, counting, go
+from graft.tests.support.runs import (
+    CONFIG,
+    Cancelled,
+    assert_same,
+    checkpoints,
+    counting,
+    failing_at,
+    finish_at,
+    go,
+)
 from graft.tests.support.runs import run as train_without_a_folder
 from graft.training import loop
 from graft.training.config import (
@@ -36,8 +45,6 @@ from graft.training.run.restarts import restart_notes
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
 
-from ..support.runs import CONFIG, Cancelled, assert_same, checkpoints, counting, failing_at, finish_at, go
-from ..support.runs import run as train_without_a_folder
 from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
 
 

@@ -16,8 +16,6 @@ from graft.training.run import watch
 from graft.training.run.watch import DiskFull
 from graft.training.validation import validation_loss
 
-from ..support.runs import CONFIG, assert_same, go
-from ..support.runs import run as train
 from ..support.tiny import TinyDenoiser, TinySamples
 
 

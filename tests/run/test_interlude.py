@@ -11,7 +11,6 @@ from graft.tests.support.runs import CONFIG, Cancelled, assert_same, counting, g
 from graft.training.config import EmaConfig, OptimizerConfig, ValidationConfig
 from graft.training.loop import train
 
-from ..support.runs import CONFIG, Cancelled, assert_same, counting, go
 from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
 
 

@@ -19,8 +19,6 @@ from graft.training import signals
 from graft.training.config import CheckpointConfig
 from graft.training.run.run_log import read_log
 
-from ..support.runs import assert_same, checkpoints, go
-from ..support.runs import run as train
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 
 

@@ -20,7 +20,6 @@ from graft.training.run.execute import execute
 from graft.training.run.folder import Run
 from graft.training.run.run_log import RunLog, clock, describe, entry_of, progress_of, read_entries, read_log
 
-from ..support.runs import CONFIG
 from ..support.tiny import TinyDataset, TinyDenoiser
 
 STEP = Progress(
