@@ -7,7 +7,7 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]
     """Give ComfyUI the nodes and set up the routes; importing the package alone imports nothing."""
     from comfy_api.latest import ComfyExtension
 
-    from .training.optional import require_torch
+    from .training.optional_packages import require_torch
 
     require_torch()  # first: what follows does not load with an older one
 

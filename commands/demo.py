@@ -22,8 +22,8 @@ from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
 from ..training.job.graph import Prompt, of_kind
 from ..training.run.checkpoints import Checkpoints
-from ..training.run.drawing import Column, loss_plot, sample_grid
 from ..training.run.folder import Run
+from ..training.run.plots import Column, loss_plot, sample_grid
 from ..training.run.run_log import clock
 from ..training.user_error import UserError
 from . import demo_prompts as prompts

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..training.user_error import UserError
-from .headless.comfyui import start_comfyui
+from .headless.import_comfyui import start_comfyui
 from .headless.terminal import say
 
 GIB = 1 << 30

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
     sys.exit(importlib.import_module("graft.dev.check_exports").main())
 
-from ..commands.headless.comfyui import import_comfyui
+from ..commands.headless.import_comfyui import import_comfyui
 from ..commands.headless.server import comfyui_version, find_comfyui
 from .exports.files import WRITTEN, Written, chosen, read_results, save
 from .exports.report import report

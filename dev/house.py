@@ -50,7 +50,7 @@ NOUNS: Mapping[str, str] = {
     "training/job/keys.py: *": "the reading of a key, named after it",
     "training/job/rules.py: *": "a rule, named after what it decides",
     "training/objective/*: *": "a formula: it adds to a new tensor",
-    "training/run/drawing.py: *": "a picture, named after what it shows",
+    "training/run/plots.py: *": "a picture, named after what it shows",
     "training/comfy/run/checkpoint_grid.py: checkpoint_grid": "a picture, named after what it shows",
 }
 """Public functions that act and begin with no verb, as globs of "file: name" -> why they may."""

@@ -71,7 +71,7 @@ def files(schemas: list[Any], root: Path = ROOT) -> Iterator[tuple[Path, str]]:
 def main() -> None:
     """Write the files and name those that change."""
     runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
-    importlib.import_module("graft.commands.headless.comfyui").start_comfyui()
+    importlib.import_module("graft.commands.headless.import_comfyui").start_comfyui()
     nodes = importlib.import_module("graft.nodes.all_nodes").ALL_NODES
     for path, text in files([node.define_schema() for node in nodes]):
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -25,13 +25,13 @@ from .lora_tools import (
     ResizeLora,
     UnmergeLora,
 )
+from .measure import MemoryPlan, ValidationLoss
 from .memory_settings import MemorySettings
 from .objective_settings import ObjectiveSettings
 from .optimizer_settings import OptimizerSettingsNode
-from .output import LoadTrainingState, SaveLora, SaveTrainingState
 from .plots import CheckpointGrid, LossPlot
 from .sample_prompts import SamplePromptsNode
-from .tools import MemoryPlan, ValidationLoss
+from .save_and_load import LoadTrainingState, SaveLora, SaveTrainingState
 from .train import TrainSteps
 from .validation_settings import ValidationSettings
 

@@ -16,7 +16,7 @@ ENTRIES = {"__init__.py", "__main__.py"}
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import graft
-from graft.commands.headless.comfyui import start_comfyui
+from graft.commands.headless.import_comfyui import start_comfyui
 start_comfyui()
 found = [info.name for info in pkgutil.walk_packages(graft.__path__, "graft.")]
 for name in found:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .family import Family
-from .network.frozen_layer import FrozenLayer, LayerSpec
+from .frozen_base.frozen_layer import FrozenLayer, LayerSpec
 
 Conditioning = Mapping[str, Tensor]
 """What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output"

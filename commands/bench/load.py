@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..headless.comfyui import start_comfyui
+from ..headless.import_comfyui import start_comfyui
 from .process import run_alone
 
 FILE = "graft_bench_sd35m.safetensors"

@@ -30,7 +30,7 @@ from ...training.config import AdapterConfig, MemoryConfig, OptimizerConfig, Tra
 from ...training.data import BucketConfig, DatasetConfig, encode, scan
 from ...training.loop import Handles, Progress, train
 from ...training.validation import validation_loss
-from ..headless.comfyui import start_comfyui
+from ..headless.import_comfyui import start_comfyui
 
 STARTER = Path(__file__).resolve().parents[2] / "starter"
 RESOLUTION = 128

@@ -30,7 +30,7 @@ from ...training.memory.device_memory import bytes_in_use, peak_bytes, reset_pea
 from ...training.memory.estimate import restore_attributes
 from ...training.memory.tensor_counter import LiveTensors
 from ...training.user_error import UserError
-from ..headless.comfyui import start_comfyui
+from ..headless.import_comfyui import start_comfyui
 from . import base_models
 from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
 from .process import peak_rss, run_alone

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...training.job.graph import Prompt
 from ...training.user_error import UserError
-from .comfyui import import_comfyui
+from .import_comfyui import import_comfyui
 
 PROMPT_ID = "00000000-0000-4000-8000-000000000000"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...commands.bench.process import peak_rss, run_alone
-from ...commands.headless.comfyui import start_comfyui
+from ...commands.headless.import_comfyui import start_comfyui
 
 MODELS = ("sdxl", "sd35m")
 

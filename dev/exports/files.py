@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...training.adapters.build import restore_adapters
-from ...training.network.frozen_layer import LayerSpec
+from ...training.frozen_base.frozen_layer import LayerSpec
 from ...training.run.saved_state import load_state
 
 WRITTEN = "written.json"

@@ -99,7 +99,7 @@ def _cases(place: Path) -> Iterator[Case]:
 def warm_up() -> None:
     """Import what the commands do, so that forks need not, and ComfyUI for `graft plan`."""
     import_commands()
-    importlib.import_module("graft.commands.headless.comfyui").start_comfyui()
+    importlib.import_module("graft.commands.headless.import_comfyui").start_comfyui()
     importlib.import_module("graft.training.comfy.model.outline")
 
 

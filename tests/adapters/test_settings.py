@@ -240,7 +240,7 @@ def test_methods_that_start_from_the_base_say_so_when_it_is_missing():
 
 
 def test_dora_is_refused_for_one_output_because_loaders_would_misread_it():
-    from graft.training.network.frozen_layer import LayerSpec
+    from graft.training.frozen_base.frozen_layer import LayerSpec
 
     with pytest.raises(ValueError, match="Exclude that layer"):
         build_adapters({"a": LayerSpec("linear", (1, 8))}, AdapterConfig(algorithm="dora"))

@@ -31,9 +31,9 @@ from graft.training.comfy import paths
 from graft.training.comfy.files.initial_lora import save_initial_state
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.loading import load_base
-from graft.training.comfy.run import shown_run as shown
+from graft.training.comfy.run import chart_run as shown
+from graft.training.comfy.run.chart_run import added_inputs
 from graft.training.comfy.run.graph_run import QueuedNode
-from graft.training.comfy.run.shown_run import added_inputs
 from graft.training.config import AdapterConfig, TrainConfig, from_dict
 from graft.training.data import resolve_dataset
 from graft.training.files.lora.read import read_lora

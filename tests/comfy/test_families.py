@@ -17,11 +17,7 @@ from graft.training.adapters.build import attach, matches, restore_adapters, sel
 from graft.training.comfy.model.denoiser import ComfyDenoiser, sdpa
 from graft.training.comfy.model.differentiable import make_differentiable
 from graft.training.comfy.versions import training_mode
-from graft.training.config import (
-    AdapterConfig,
-    ObjectiveConfig,
-    ScheduleConfig,
-)
+from graft.training.config import AdapterConfig, ObjectiveConfig, ScheduleConfig
 from graft.training.family import CONVOLUTIONS
 from graft.training.files.lora.write import lora_tensors
 from graft.training.loop import initial_state, train

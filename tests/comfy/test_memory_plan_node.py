@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graft.nodes.dataset import JoinDatasets, PreviewDataset
-from graft.nodes.tools import MemoryPlan, ValidationLoss
+from graft.nodes.measure import MemoryPlan, ValidationLoss
 from graft.nodes.validation_settings import ValidationSettings
 from graft.tests.support.tiny_models import TINY
 from graft.training.config import AdapterConfig, MemoryConfig

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from graft.nodes import output, train
+from graft.nodes import save_and_load as output
+from graft.nodes import train
 from graft.tests.support.first_lora import first_lora, four_squares
 from graft.training.comfy import paths
 from graft.training.comfy.model.denoiser import ComfyDenoiser

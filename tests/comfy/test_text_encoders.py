@@ -9,7 +9,7 @@ import comfy.sd
 import pytest
 import torch
 
-from graft.nodes.tools import MemoryPlan
+from graft.nodes.measure import MemoryPlan
 from graft.nodes.train import TrainSteps
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.memory import measured

@@ -23,9 +23,9 @@ from graft.training.comfy.files.trained_lora import with_lora
 from graft.training.comfy.model import weights
 from graft.training.comfy.model.denoiser import ComfyDenoiser, join_conditions
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from graft.training.frozen_base.replace_forward import replaced
 from graft.training.loop import initial_state, train
 from graft.training.memory import compiling
-from graft.training.network.replace_forward import replaced
 from graft.training.run.saved_state import load_state, save_state
 
 from ..support.tiny_models import TINY

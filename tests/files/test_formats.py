@@ -11,7 +11,7 @@ from graft.training.family import FAMILIES, GENERIC
 from graft.training.files.lora.diffusers import diffusers_tensors, to_diffusers
 from graft.training.files.lora.peft import ALPHA, DOWN, UP
 from graft.training.files.lora.write import lora_tensors
-from graft.training.network.frozen_layer import LayerSpec
+from graft.training.frozen_base.frozen_layer import LayerSpec
 from graft.training.state import TrainState
 
 diffusers = pytest.importorskip("diffusers")

@@ -15,6 +15,7 @@ from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.memory import step_gradients
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.config import MemoryConfig
+from graft.training.frozen_base.frozen_layer import LayerSpec
 from graft.training.loop import train
 from graft.training.memory import offload
 from graft.training.memory.offload import Ring, StreamCopier, in_backward_pass, offload_inputs
@@ -22,7 +23,6 @@ from graft.training.memory.quantize import FORMATS, SMALLEST, plain, quantize, s
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import STORES, Store, weight_bytes
 from graft.training.model import OffloadOptions
-from graft.training.network.frozen_layer import LayerSpec
 
 CPU = torch.device("cpu")
 ERRORS = {"fp8": 0.03, "int8": 0.012, "nf4": 0.10}

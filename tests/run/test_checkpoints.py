@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graft.training.config import (
-    CheckpointConfig,
-    ValidationConfig,
-)
+from graft.training.config import CheckpointConfig, ValidationConfig
 from graft.training.run import checkpoints as checkpoints_module
 from graft.training.run import watch
 from graft.training.run.checkpoints import Checkpoints

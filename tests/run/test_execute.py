@@ -28,12 +28,7 @@ from graft.tests.support.runs import (
 )
 from graft.tests.support.runs import run as train_without_a_folder
 from graft.training import loop
-from graft.training.config import (
-    CheckpointConfig,
-    OptimizerConfig,
-    from_dict,
-    to_dict,
-)
+from graft.training.config import CheckpointConfig, OptimizerConfig, from_dict, to_dict
 from graft.training.live_state import LiveState
 from graft.training.optimizer.build import OPTIMIZERS
 from graft.training.run import lock
@@ -41,7 +36,7 @@ from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
 from graft.training.run.folder import Run
 from graft.training.run.lock import lock_folder
-from graft.training.run.restarts import restart_notes
+from graft.training.run.new_run_notes import restart_notes
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
 

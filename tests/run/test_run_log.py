@@ -14,11 +14,19 @@ import pytest
 from graft.tests.support.runs import CONFIG
 from graft.training.config import CheckpointConfig
 from graft.training.loop import Progress
-from graft.training.optional import optional
+from graft.training.optional_packages import optional
 from graft.training.run import run_log
 from graft.training.run.execute import execute
 from graft.training.run.folder import Run
-from graft.training.run.run_log import RunLog, clock, describe, entry_of, progress_of, read_entries, read_log
+from graft.training.run.run_log import (
+    RunLog,
+    clock,
+    describe,
+    entry_of,
+    progress_of,
+    read_entries,
+    read_log,
+)
 
 from ..support.tiny import TinyDataset, TinyDenoiser
 

@@ -11,10 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from graft.training.config import (
-    CheckpointConfig,
-    EmaConfig,
-)
+from graft.training.config import CheckpointConfig, EmaConfig
 from graft.training.files.lora.write import lora_tensors
 from graft.training.run import watch
 from graft.training.run.watch import DiskFull

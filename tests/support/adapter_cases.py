@@ -16,7 +16,7 @@ from graft.training.adapters.build import (
     select,
 )
 from graft.training.config import AdapterConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from graft.training.network.frozen_layer import FrozenLayer, LayerSpec
+from graft.training.frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from graft.training.state import TrainState
 
 METHODS = {

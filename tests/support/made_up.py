@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graft.training.adapters.base import Adapter
 from graft.training.config import AdapterConfig
 from graft.training.family import Caption, Family, InPlaceBlock
-from graft.training.network.frozen_layer import LayerSpec
+from graft.training.frozen_base.frozen_layer import LayerSpec
 
 
 class Gained(Adapter):

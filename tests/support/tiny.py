@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graft.training.family import Family
+from graft.training.frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from graft.training.memory import device_memory
 from graft.training.memory.quantize import plain
 from graft.training.memory.weight_store import Store
 from graft.training.model import OFFLOAD_ALL, Batch, HeldBase, OffloadOptions
-from graft.training.network.frozen_layer import FrozenLayer, LayerSpec
 
 FAMILY = Family(
     name="tiny",

@@ -15,12 +15,7 @@ import torch
 
 from graft.tests.support import dynamic_vram
 from graft.tests.support.tiny_models import TINY, fill
-from graft.training.config import (
-    AdapterConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 
 WIDTHS = {"sd15": {"clip_l": 64}, "sdxl": {"clip_l": 24, "clip_g": 40}, "sd35m": {"clip_l": 24, "clip_g": 40}}
 ENCODERS = {

@@ -4,12 +4,7 @@ import dataclasses
 
 import torch
 
-from graft.training.config import (
-    AdapterConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.loop import initial_state, train
 
 CONFIG = TrainConfig(

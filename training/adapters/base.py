@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import AdapterConfig
-from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
-from ..network.replace_forward import set_forward
+from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec, dtype_for
+from ..frozen_base.replace_forward import set_forward
 from ..user_error import UserError
 from .dropout import Draw
 

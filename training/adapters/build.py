@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import rng
 from ..config import AdapterConfig
 from ..family import is_text
-from ..network.frozen_layer import FrozenLayer, LayerSpec
+from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ..user_error import UserError
 from .base import Adapter, attach
 from .dora import DoRA

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
+from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec, dtype_for
 from ..user_error import UserError
 from .dropout import Draw
 from .lora import LoRA

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..network.frozen_layer import FrozenLayer
+from ..frozen_base.frozen_layer import FrozenLayer
 
 
 def can_fuse(layer: FrozenLayer) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..network.frozen_layer import LayerSpec
+from ..frozen_base.frozen_layer import LayerSpec
 from .base import Adapter
 from .lora import kernel_can_be_decomposed
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..network.frozen_layer import LayerSpec
+from ..frozen_base.frozen_layer import LayerSpec
 from ..user_error import UserError
 from .base import Adapter
 from .lora import masked

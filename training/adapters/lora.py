@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import AdapterConfig
-from ..network.frozen_layer import FrozenLayer, LayerSpec, dtype_for
+from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec, dtype_for
 from . import fused
 from .base import Adapter
 from .dropout import Draw

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..config import AdapterConfig
 from ..family import Family, block_of, is_text
-from ..network.frozen_layer import LayerSpec
+from ..frozen_base.frozen_layer import LayerSpec
 from ..user_error import UserError
 from .lora import kernel_can_be_decomposed
 

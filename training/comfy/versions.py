@@ -13,7 +13,7 @@ import comfy.ops
 import torch
 from torch.nn.attention import SDPBackend
 
-from ..network.replace_forward import replaced
+from ..frozen_base.replace_forward import replaced
 
 try:
     from comfy.quant_ops import QuantizedTensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..config import inputs_of, require, setting
-from ..idle_settings import Idle, idle_notes
+from ..ineffective_settings import Idle, idle_notes
 
 FROM_FOLDER, FROM_GRAPH = "from a folder", "from the graph"
 

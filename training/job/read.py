@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config import unknown_key
 from ..files.text import shortened
-from ..idle_settings import idle_settings
+from ..ineffective_settings import idle_settings
 from ..user_error import UserError
 from .graph import NODES, Prompt, graph_of, of_kind
 from .keys import DATASET_KEYS, KEYS, OTHER_NAMES, ROOT_KEYS, TEXT_ENCODERS, Beside, Read, Settings, is_off

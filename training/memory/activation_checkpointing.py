@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..family import block_of
-from ..network.replace_forward import set_forward
-from ..network.replay import SavedActivations, replay_attention
+from ..frozen_base.replace_forward import set_forward
+from ..frozen_base.saved_activations import SavedActivations, replay_attention
 from ..user_error import UserError
 from .in_place import copy_inputs, guard_saved_tensors
 from .offload import offload_inputs

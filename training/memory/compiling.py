@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ..frozen_base.frozen_layer import FrozenLayer
+from ..frozen_base.replace_forward import set_forward
 from ..model import HeldBase
-from ..network.frozen_layer import FrozenLayer
-from ..network.replace_forward import set_forward
 from .activation_checkpointing import repeated_blocks
 
 BACKEND = "inductor"

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..adapters.build import attach, build_adapters, draws
 from ..config import AdapterConfig
+from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ..model import Batch, Denoiser, HeldBase
-from ..network.frozen_layer import FrozenLayer, LayerSpec
 from ..objective.loss import loss_at
 from .activation_checkpointing import checkpoint_blocks, repeated_blocks
 from .offload import is_worth_moving, pinned_size

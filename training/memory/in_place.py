@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ..network.replace_forward import replaced
+from ..frozen_base.replace_forward import replaced
 
 CHANGED = "modified by an inplace operation"
 """Part of autograd's message about a saved tensor."""

@@ -17,9 +17,9 @@ import torch
 
 from ..adapters.build import build_adapters
 from ..config import MemoryConfig, TrainConfig
+from ..frozen_base.frozen_layer import LayerSpec
 from ..log import log
 from ..model import OFFLOAD_ALL, Batch, Denoiser, OffloadOptions
-from ..network.frozen_layer import LayerSpec
 from ..optimizer.build import row_of
 from ..user_error import UserError
 from .activation_checkpointing import MODES

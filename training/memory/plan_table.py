@@ -10,8 +10,8 @@ import torch
 
 from ..adapters.build import build_adapters, draws, named_parameters
 from ..config import TrainConfig
+from ..frozen_base.frozen_layer import LayerSpec
 from ..model import Batch, Denoiser
-from ..network.frozen_layer import LayerSpec
 from ..objective.loss import loss_at
 from ..user_error import UserError
 from .device_memory import measure_peak, synchronize

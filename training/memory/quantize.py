@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..optional import optional
+from ..optional_packages import optional
 from ..user_error import UserError
 
 Parts = tuple[Tensor, ...]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..family import block_of
+from ..frozen_base.frozen_layer import Fetch, LayerSpec
 from ..model import OFFLOAD_ALL, OffloadOptions
-from ..network.frozen_layer import Fetch, LayerSpec
 from ..user_error import UserError
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Parts, StoredWeight, plain, quantize

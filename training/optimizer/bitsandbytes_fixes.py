@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..network.replace_forward import replaced
+from ..frozen_base.replace_forward import replaced
 
 _unused: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
 """Paged state that no optimizer uses any more, by shape, dtype and device."""

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ..config import OptimizerConfig
 from ..log import log
-from ..optional import optional
+from ..optional_packages import optional
 from ..state import Number, OptimizerState
 from ..user_error import UserError
 from .bitsandbytes_fixes import fix_waits_and_leaks
-from .own import Lion, StableAdamW
+from .lion_and_stable_adamw import Lion, StableAdamW
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]

@@ -22,7 +22,7 @@ from typing import Any
 from ..files.whole_file import whole_file
 from ..log import log
 from ..loop import Progress
-from ..optional import optional
+from ..optional_packages import optional
 from ..user_error import FileError
 
 FIELDS = (

@@ -20,8 +20,8 @@ from ..signals import raise_if_asked
 from ..state import TrainState, best_step
 from ..user_error import FileError
 from .checkpoints import Checkpoints
+from .disk_reserve import Reserve
 from .folder import Run
-from .reserve import Reserve
 from .run_log import RunLog
 from .saved_state import StateHandle, save_state, size_in_bytes
 

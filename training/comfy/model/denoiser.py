@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ...config import digest
 from ...family import Family, family_of
+from ...frozen_base.frozen_layer import LayerSpec
 from ...memory.activation_checkpointing import repeated_blocks
 from ...memory.weight_store import Store
 from ...model import OFFLOAD_ALL, Batch, Conditioning, HeldBase, OffloadOptions, Sampling
-from ...network.frozen_layer import LayerSpec
 from ...user_error import UserError
 from ..versions import training_mode
 from . import weights

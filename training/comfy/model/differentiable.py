@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...family import FAMILIES, InPlaceBlock
-from ...network.replace_forward import set_forward
+from ...frozen_base.replace_forward import set_forward
 
 TEXT_ENCODER = ("CLIPLayer", InPlaceBlock(("x",), ("layer_norm1", "layer_norm2")))
 """The block of CLIP text encoders, by its class in ComfyUI, as `Family.in_place` has those of networks."""

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ...family import TEXT, Family
+from ...frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ...memory.weight_store import Store
 from ...model import Conditioning
-from ...network.frozen_layer import FrozenLayer, LayerSpec
 from ...user_error import UserError
 from . import weights
 from .differentiable import make_differentiable

@@ -19,12 +19,12 @@ import comfy.utils
 import torch
 from torch import Tensor, nn
 
+from ...frozen_base.frozen_layer import FrozenLayer, LayerSpec
+from ...frozen_base.replace_forward import set_forward
 from ...memory.gguf import gguf_weight
 from ...memory.quantize import Parts, StoredWeight, plain, scaled
 from ...memory.weight_store import UNPLACED, Store
 from ...model import HeldBase
-from ...network.frozen_layer import FrozenLayer, LayerSpec
-from ...network.replace_forward import set_forward
 from ..versions import QuantizedTensor
 
 Patch = Callable[..., StoredWeight]

@@ -12,8 +12,8 @@ from ...family import Family, family_named
 from ...log import log
 from ...model import OnProgress
 from ...run.checkpoints import Checkpoints
-from ...run.drawing import Column, loss_plot, sample_grid
 from ...run.folder import Run
+from ...run.plots import Column, loss_plot, sample_grid
 from ...run.saved_state import StateHandle
 from ...state import best_step
 from ...user_error import UserError

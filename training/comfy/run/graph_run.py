@@ -17,16 +17,16 @@ from ...model import Samples
 from ...run.checkpoints import Checkpoints, States
 from ...run.execute import execute, run_key
 from ...run.folder import Run
+from ...run.new_run_notes import restart_notes
 from ...run.queued import note_queued, run_settings
-from ...run.restarts import restart_notes
 from ...run.saved_state import StateHandle
 from .. import paths
 from ..model.denoiser import ComfyDenoiser
 from . import workers
+from .chart_run import added_inputs
 from .notes import family_in, model_file, run_notes
 from .samples import SamplePrompts, SampleWriter
 from .session import Show, show_run
-from .shown_run import added_inputs
 
 
 @dataclass(frozen=True)

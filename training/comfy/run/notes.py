@@ -9,7 +9,7 @@ from typing import Any
 from ...adapters.build import idle_patterns
 from ...config import TrainConfig
 from ...family import Family, family_of
-from ...idle_settings import idle_notes, run_settings
+from ...ineffective_settings import idle_notes, run_settings
 from ...optimizer.build import optimizer_notes
 from ...optimizer.schedule import schedule_notes
 from ..model.denoiser import ComfyDenoiser

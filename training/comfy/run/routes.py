@@ -22,8 +22,8 @@ from ...run.queued import settings_of
 from ...run.run_log import read_entries
 from .. import paths
 from ..versions import running_server
+from .chart_run import added_inputs, shown_runs
 from .session import known_runs, request_finish
-from .shown_run import added_inputs, shown_runs
 
 SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
 CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)

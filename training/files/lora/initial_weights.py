@@ -19,8 +19,8 @@ from ...adapters.build import ADAPTERS, Adapter, build_adapters, initialize, nam
 from ...adapters.select import select
 from ...config import AdapterConfig
 from ...family import Family
+from ...frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ...log import log
-from ...network.frozen_layer import FrozenLayer, LayerSpec
 from ...user_error import UserError
 from .match import Matched, by_reason, match_lora
 from .names import layer_names

@@ -8,7 +8,7 @@ from graft.tests.support.runs import CONFIG, go
 from graft.training.config import MemoryConfig, OptimizerConfig
 from graft.training.loop import STOP
 from graft.training.run.folder import Run
-from graft.training.run.restarts import restart_notes
+from graft.training.run.new_run_notes import restart_notes
 
 OTHER = dataclasses.replace(CONFIG, batch_size=1, optimizer=OptimizerConfig(lr=0.5))
 

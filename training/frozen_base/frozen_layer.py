@@ -20,7 +20,7 @@ import torch.nn.grad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .replay import compute_once, is_worth_saving
+from .saved_activations import compute_once, is_worth_saving
 
 Fetch = Callable[[torch.dtype, torch.device], Tensor]
 """fetch(dtype, device) -> the weight as an ordinary tensor, valid until the next fetch of any layer."""

@@ -17,7 +17,7 @@ from graft.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from graft.training.idle_settings import IDLE, idle_notes, run_settings
+from graft.training.ineffective_settings import IDLE, idle_notes, run_settings
 from graft.training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
 from graft.training.objective.weighting import LOSSES, WEIGHTINGS
 from graft.training.optimizer.build import OPTIMIZERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from graft.training.run.drawing import FAINT, MARK, STRONG, Column, axis, loss_plot, sample_grid, smooth
+from graft.training.run.plots import FAINT, MARK, STRONG, Column, axis, loss_plot, sample_grid, smooth
 
 TEXT = {"title": "my_lora", "subtitle": "600 steps"}
 
