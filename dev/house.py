@@ -123,6 +123,15 @@ def arrows_up(graph: Mapping[Path, set[Path]]) -> list[str]:
     ]
 
 
+def top_level() -> list[str]:
+    """Return what a stranger sees first: files and folders of the root, without hidden and built ones."""
+    built = ("__pycache__", "build", "dist", "graft-demo")
+    names = (path.name for path in ROOT.iterdir())
+    return sorted(
+        n for n in names if not n.startswith(".") and n not in built and not n.endswith(".egg-info")
+    )
+
+
 def room_of(path: Path) -> str:
     """Return the folder of a file. A module that lies loose in `training/` or in `training/comfy/` is a room
     of its own.
@@ -244,7 +253,7 @@ def figures() -> dict[str, int]:
     graph = arrows()
     inits = [ROOT / ENTRY, *(path for path in graph if path.name == ENTRY)]
     return {
-        "top-level entries": sum(not path.name.startswith((".", "__pycache__")) for path in ROOT.iterdir()),
+        "top-level entries": len(top_level()),
         "loose modules in training/": sum(path.name != ENTRY for path in (ROOT / "training").glob("*.py")),
         "arrows up": len(arrows_up(graph)),
         "circles of files": len(circles(graph)),

@@ -9,9 +9,9 @@ import torch
 from graft.nodes import dataset
 from graft.nodes.base_model import LoadBaseModel
 from graft.tests.support.first_lora import first_lora, four_squares
+from graft.training.comfy import progress
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder
-from graft.training.comfy.run import session
 from graft.training.comfy.run.samples import SamplePrompts
 from graft.training.data.caption import LONGEST
 
@@ -68,7 +68,7 @@ def test_cancel_before_the_first_node_ends_the_prompt_and_not_the_queue(execute,
         asked.append(1)
         if len(asked) == 2:
             management.interrupt_current_processing()
-        session.raise_if_cancelled()
+        progress.raise_if_cancelled()
 
     monkeypatch.setattr(dataset, "raise_if_cancelled", press)
     prompt = first_lora("cancelled")
@@ -81,11 +81,11 @@ def test_cancel_before_the_first_node_ends_the_prompt_and_not_the_queue(execute,
 
 def test_a_nodes_bar_moves_a_few_times_a_second_and_cancel_is_asked_for_each_time(monkeypatch):
     moves, now = [], [100.0]
-    monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
-        session.comfy.utils.ProgressBar, "update_absolute", lambda self, *at: moves.append(at[:2])
+        progress.comfy.utils.ProgressBar, "update_absolute", lambda self, *at: moves.append(at[:2])
     )
-    with session.progress_bar() as on_progress:
+    with progress.progress_bar() as on_progress:
         for done in range(1000):
             now[0] += 0.001
             on_progress(done, 1000, "")

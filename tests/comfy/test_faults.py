@@ -16,6 +16,7 @@ from graft.training.comfy.run import samples
 from graft.training.data.batch import EncodedDataset
 from graft.training.live_state import LiveState
 from graft.training.run import execute as run
+from graft.training.run import watch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,8 +33,8 @@ PHASES = {
     "clipping": (loop, "clip_gradients"),
     "optimizer step": (LiveState, "optimize"),
     "validation": (validation, "sample_loss"),
-    "writing a checkpoint": (run, "save_state"),
-    "writing the LoRA beside it": (run, "write_lora"),
+    "writing a checkpoint": (watch, "save_state"),
+    "writing the LoRA beside it": (watch, "write_lora"),
     "drawing a sample": (samples, "_sample"),
     "writing a sample": (samples, "save_png"),
 }

@@ -30,6 +30,12 @@ from graft.training.family import FAMILIES
 from ..support.adapter_cases import fresh_state
 
 
+@pytest.fixture(autouse=True)
+def schema_is_made_anew(monkeypatch):
+    """ComfyUI makes a node's schema once; the tables have other rows here."""
+    monkeypatch.setattr(BuildLora, "SCHEMA", None)
+
+
 @pytest.fixture
 def made_up_model(monkeypatch):
     monkeypatch.setitem(FAMILIES, "SD15", MODEL)
