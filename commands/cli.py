@@ -73,8 +73,8 @@ def version() -> str:
     """Return the version of this checkout, or of the installed package."""
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
-        found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.MULTILINE)
-        return found[1] if found else "unknown"
+        match = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.MULTILINE)
+        return match[1] if match else "unknown"
     return metadata.version("graft-lora")
 
 

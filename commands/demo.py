@@ -223,8 +223,8 @@ def prepare(plan: Plan, args: argparse.Namespace, base: Path) -> Plan:
         return plan
     folder = base / "input" / "shuffled_captions"
     shuffle_captions(plan.dataset, folder, args.seed)
-    for number in of_kind(plan.prompt, "GraftLoadDataset"):
-        plan.prompt[number]["inputs"]["folder"] = folder.name
+    for node_id in of_kind(plan.prompt, "GraftLoadDataset"):
+        plan.prompt[node_id]["inputs"]["folder"] = folder.name
     return plan
 
 
@@ -233,8 +233,8 @@ def shuffle_captions(source: Path, target: Path, seed: int) -> None:
     shutil.copytree(source, target)
     files = sorted(target.glob("*.txt"))
     random.Random(seed).shuffle(files)
-    words = [file.read_text(encoding="utf-8") for file in files]
-    for file, text in zip(files, words[1:] + words[:1]):
+    captions = [file.read_text(encoding="utf-8") for file in files]
+    for file, text in zip(files, captions[1:] + captions[:1]):
         file.write_text(text, encoding="utf-8")
 
 

@@ -24,8 +24,8 @@ def training(workflow: Path, changes: Mapping[str, Mapping[str, Any]]) -> Prompt
     """Return the shipped workflow with new inputs: {node's class: {input: value, or None to keep it}}."""
     prompt: Prompt = json.loads(workflow.read_text(encoding="utf-8"))
     for kind, values in changes.items():
-        for number in of_kind(prompt, kind):
-            inputs = prompt[number]["inputs"]
+        for node_id in of_kind(prompt, kind):
+            inputs = prompt[node_id]["inputs"]
             inputs.update({name: value for name, value in values.items() if value is not None})
     return prompt
 
@@ -87,24 +87,24 @@ def grid(trained: Prompt, lora: str, texts: Sequence[str]) -> tuple[Prompt, list
 
 
 def _first(prompt: Prompt, kind: str) -> str:
-    found = of_kind(prompt, kind)
-    if not found:
+    node_ids = of_kind(prompt, kind)
+    if not node_ids:
         raise UserError(f"the example workflow has no {kind} node.")
-    return found[0]
+    return node_ids[0]
 
 
 def _only(prompt: Prompt, kind: str) -> Prompt:
-    return {number: prompt[number] for number in of_kind(prompt, kind)}
+    return {node_id: prompt[node_id] for node_id in of_kind(prompt, kind)}
 
 
 def _add(prompt: Prompt, kind: str, **inputs: Any) -> str:
-    number = str(1 + max(map(int, prompt), default=0))
-    prompt[number] = {"class_type": kind, "inputs": inputs}
-    return number
+    node_id = str(1 + max(map(int, prompt), default=0))
+    prompt[node_id] = {"class_type": kind, "inputs": inputs}
+    return node_id
 
 
-def _copy(prompt: Prompt, source: Prompt, number: str, **changes: Any) -> str:
-    return _add(prompt, source[number]["class_type"], **{**source[number]["inputs"], **changes})
+def _copy(prompt: Prompt, source: Prompt, node_id: str, **changes: Any) -> str:
+    return _add(prompt, source[node_id]["class_type"], **{**source[node_id]["inputs"], **changes})
 
 
 def _strength(value: float) -> dict[str, float]:

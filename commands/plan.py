@@ -66,16 +66,16 @@ def read_memory(text: str) -> int:
 
     Raises UserError for anything else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gi?b?)?\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gi?b?)?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
         raise UserError(f"card: {text!r} is no size of memory; write for example 24GB.")
-    return int(float(found[1]) * GIB)
+    return int(float(match[1]) * GIB)
 
 
 def read_size(text: str) -> tuple[int, int]:
     """Read "1024" or "832x1216" as (width, height). Raises UserError for anything else."""
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-    sides = [int(side) for side in (found[1], found[2] or found[1])] if found else [0]
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    sides = [int(side) for side in (match[1], match[2] or match[1])] if match else [0]
     if min(sides) < 64 or max(sides) > LARGEST["resolution"]:
         most = LARGEST["resolution"]
         raise UserError(f"resolution: {text!r}; write for example 1024 or 832x1216, from 64 to {most}.")

@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     """Train the job and return the exit code. Raises UserError or OSError for what the user can mend."""
     job = read_job(args.job, has_dataset=has_dataset)
     comfyui = find_comfyui()
-    _, _, number = job.device.partition(":")
-    if number:
-        choose_gpu(int(number))
+    _, _, index = job.device.partition(":")
+    if index:
+        choose_gpu(int(index))
     with tempfile.TemporaryDirectory(prefix="graft-train-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         say(f"Starting ComfyUI {comfyui_version(comfyui)} from {comfyui}")

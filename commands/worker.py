@@ -110,8 +110,12 @@ class Place:
 
 
 def _place() -> Place:
-    given = os.environ
-    return Place(int(given.get("RANK", 0)), int(given.get("LOCAL_RANK", 0)), int(given.get("WORLD_SIZE", 1)))
+    environment = os.environ
+    return Place(
+        int(environment.get("RANK", 0)),
+        int(environment.get("LOCAL_RANK", 0)),
+        int(environment.get("WORLD_SIZE", 1)),
+    )
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, int, list[str]]]:
 
 def imported_files(path: Path) -> set[Path]:
     """Return the files of the checkout that a file imports: relatively, or as the package `graft`."""
-    found: set[Path] = set()
+    imported: set[Path] = set()
     for module, level, names in imports_of(path):
         parts = [part for part in module.split(".") if part]
         if level:
@@ -96,8 +96,8 @@ def imported_files(path: Path) -> set[Path]:
             continue
         place = folder.joinpath(*parts)
         targets = [file for name in names if (file := _file_at(place / name))]
-        found.update(targets or filter(None, [_file_at(place)]))
-    return found - {ROOT / ENTRY}
+        imported.update(targets or filter(None, [_file_at(place)]))
+    return imported - {ROOT / ENTRY}
 
 
 def _file_at(place: Path) -> Path | None:
@@ -154,7 +154,7 @@ def circles(graph: Mapping[Path, set[Path]] | Mapping[str, set[str]]) -> list[li
     order: dict[object, int] = {}
     lowest: dict[object, int] = {}
     stack: list[object] = []
-    found: list[list[str]] = []
+    cycles: list[list[str]] = []
 
     def visit(node: object) -> None:
         order[node] = lowest[node] = len(order)
@@ -167,13 +167,13 @@ def circles(graph: Mapping[Path, set[Path]] | Mapping[str, set[str]]) -> list[li
         if lowest[node] == order[node]:
             first = stack.index(node)
             if len(group := stack[first:]) > 1:
-                found.append(sorted(map(str, group)))
+                cycles.append(sorted(map(str, group)))
             del stack[first:]
 
     for node in graph:
         if node not in order:
             visit(node)
-    return found
+    return cycles
 
 
 # --- functions ----------------------------------------------------------------------------------------------
@@ -201,12 +201,12 @@ def acts(node: Function) -> bool:
 
 def acting_nouns() -> list[str]:
     """Return the public functions that act and begin with no verb, but those of NOUNS, as "file: name"."""
-    found = [
+    names = [
         f"{path.relative_to(ROOT).as_posix()}: {node.name}"
         for path, node in functions()
         if acts(node) and not node.name.startswith("_") and node.name.split("_")[0] not in VERBS
     ]
-    return [name for name in found if not any(fnmatchcase(name, glob) for glob in NOUNS)]
+    return [name for name in names if not any(fnmatchcase(name, glob) for glob in NOUNS)]
 
 
 def lines_of(node: Function) -> int:
@@ -232,17 +232,17 @@ def files_naming(name: str) -> list[str]:
 
 
 def _names_in(path: Path) -> set[str]:
-    found: set[str] = set()
+    used: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            used.add(node.value)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            used.add(node.attr)
         elif isinstance(node, ast.keyword | ast.arg):
-            found.add(node.arg or "")
+            used.add(node.arg or "")
         elif isinstance(node, ast.Name):
-            found.add(node.id)
-    return found
+            used.add(node.id)
+    return used
 
 
 # --- the report ---------------------------------------------------------------------------------------------

@@ -257,19 +257,19 @@ LAYOUTS = {
 
 def completed(prompt: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the API form with every widget named, those that it leaves out at their defaults."""
-    found = copy.deepcopy(prompt)
-    for entry in found.values():
-        given, ordered = entry["inputs"], {}
+    changed = copy.deepcopy(prompt)
+    for entry in changed.values():
+        inputs, ordered = entry["inputs"], {}
         for name, spec, _ in _inputs(schemas[entry["class_type"]]):
             options = spec[1] if len(spec) > 1 else {}
-            if name in given:
-                ordered[name] = given[name]
+            if name in inputs:
+                ordered[name] = inputs[name]
             elif _is_widget(spec) and "default" in options:
                 ordered[name] = options["default"]
-        newer = {name: value for name, value in given.items() if name not in ordered}
+        newer = {name: value for name, value in inputs.items() if name not in ordered}
         assert not (newer and entry["class_type"].startswith("Graft")), (entry["class_type"], sorted(newer))
         entry["inputs"] = {**ordered, **newer}  # stock nodes gain inputs from one version to the next
-    return found
+    return changed
 
 
 def written(schemas: dict[str, Any]) -> dict[Path, str]:
@@ -309,8 +309,8 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
         "GraftMergeCheckpoint": {"checkpoint": model["model"]},
         "GraftExtractLora": {"original": model["model"], "tuned": tuned, "rank": 4},
     }
-    found = copy.deepcopy(prompt)
-    for entry in found.values():
+    changed = copy.deepcopy(prompt)
+    for entry in changed.values():
         kind, inputs = entry["class_type"], entry["inputs"]
         inputs |= changes.get(kind, {})
         if "lora_name" in inputs:
@@ -322,7 +322,7 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
             inputs["text"] = "" if negative else PROMPTS[0]
         if kind == "GraftSamplePrompts" and inputs["every"]:
             inputs["every"] = max(1, steps // 2)
-    return found
+    return changed
 
 
 def editor_form(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any]) -> dict[str, Any]:
@@ -355,7 +355,7 @@ def editor_form(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any])
     }
 
 
-def _node(number: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _node(node_id: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     sockets, widgets, values = [], [], []
     for name, spec, optional in _inputs(schema):
         kind = "COMBO" if isinstance(spec[0], list) else spec[0]
@@ -377,7 +377,7 @@ def _node(number: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[st
     height = 20 * max(len(sockets), len(outputs)) + 24 * len(values) + 56 * lines + 20
     ours = schema["name"].startswith("Graft")
     return {
-        "id": number,
+        "id": node_id,
         "type": schema["name"],
         "pos": [0, 0],
         "size": [WIDTHS.get(schema["name"], 320), height + TALLER.get(schema["name"], 0)],
@@ -420,7 +420,7 @@ def _place(nodes: dict[int, dict[str, Any]], layout: Layout) -> tuple[list[dict[
         "widgets_values": [layout.note], "color": "#432", "bgcolor": "#653",
     }  # fmt: skip
     x += width + GAP
-    for number, (title, columns) in enumerate(layout.groups):
+    for index, (title, columns) in enumerate(layout.groups):
         left, bottom = x, 0
         x += MARGIN
         for column in columns:
@@ -432,8 +432,8 @@ def _place(nodes: dict[int, dict[str, Any]], layout: Layout) -> tuple[list[dict[
             x += max(nodes[key]["size"][0] for key in column) + GAP
         x += MARGIN - GAP
         groups.append(
-            {"id": number + 1, "title": title, "bounding": [left, 0, x - left, bottom],
-             "color": COLORS[number % len(COLORS)], "font_size": 24, "flags": {}}
+            {"id": index + 1, "title": title, "bounding": [left, 0, x - left, bottom],
+             "color": COLORS[index % len(COLORS)], "font_size": 24, "flags": {}}
         )  # fmt: skip
         x += GAP
     return groups, note
@@ -484,10 +484,10 @@ def _labeled(pictures: list[Image.Image], side: int = 384) -> Image.Image:
     columns = 2 if len(pictures) > 1 else 1
     sheet = Image.new("RGB", (side, side + 24), "white")
     cell = side // columns
-    for number, picture in enumerate(pictures):
+    for index, picture in enumerate(pictures):
         scale = cell / max(picture.size)
         small = picture.resize((round(picture.width * scale), round(picture.height * scale)))
-        left, top = (number % columns) * cell, (number // columns) * cell
+        left, top = (index % columns) * cell, (index // columns) * cell
         sheet.paste(small, (left + (cell - small.width) // 2, top + (cell - small.height) // 2))
     ImageDraw.Draw(sheet).text((6, side + 6), "drawn with the tiny demo base model, 128 px", fill="black")
     return sheet

@@ -31,13 +31,13 @@ class LoadBaseModel(Node):
                 ),
                 *(
                     Files(
-                        f"text_encoder_{number}",
+                        f"text_encoder_{index}",
                         options=encoders,
                         default=FROM_CHECKPOINT,
                         optional=True,
                         tooltip="Text encoder file, if the checkpoint has none: CLIP-L, then CLIP-G or T5.",
                     )
-                    for number in (1, 2, 3)
+                    for index in (1, 2, 3)
                 ),
                 Files(
                     "vae",

@@ -70,8 +70,8 @@ class LoadDataset(Node):
 
     @classmethod
     def fingerprint_inputs(cls, folder: str, recursive: bool = False, **others: Any) -> str:
-        found = data.resolve_dataset(folder, paths.dataset_roots())
-        return data.fingerprint(found, DatasetConfig(recursive=recursive), raise_if_cancelled)
+        path = data.resolve_dataset(folder, paths.dataset_roots())
+        return data.fingerprint(path, DatasetConfig(recursive=recursive), raise_if_cancelled)
 
     @classmethod
     def execute(
@@ -123,14 +123,14 @@ class DatasetFromImages(Node):
         only = {name: values[0] for name, values in widgets.items()}
         config = _config(dataset_settings[0] if dataset_settings else None, **only)
         texts = captions if len(captions) > 1 else captions[0].splitlines() or [""]
-        found = data.from_images(images, texts, masks, config)
-        text = data.summary(found)
-        if masks and not found.sources[0].masks:
+        dataset = data.from_images(images, texts, masks, config)
+        text = data.summary(dataset)
+        if masks and not dataset.sources[0].masks:
             text += (
                 f"\nThe connected masks have no effect with masks {config.mask.source}; set it to file or "
                 "auto in Dataset Settings."
             )
-        return io.NodeOutput(found, ui={"text": [text]})
+        return io.NodeOutput(dataset, ui={"text": [text]})
 
 
 class JoinDatasets(Node):

@@ -105,10 +105,10 @@ def _on_no_wire(job: Job) -> list[str]:
     """Return a line for each node whose inputs the file sets, but which no output of this node reaches."""
     lines = []
     for name in ("base", "encode", "save"):
-        node, given = NODES[name], _inputs(job, name)
+        node, inputs = NODES[name], _inputs(job, name)
         changed = [
             f"{key} {value}"
-            for key, value in given.items()
+            for key, value in inputs.items()
             if value != node.inputs[key] and (name, key) not in (("save", "name"), ("save", "dtype"))
         ]
         if changed:
@@ -148,8 +148,8 @@ def _value(node: Any, job: Job, name: str, **wires: Any) -> Any:
 
 
 def _inputs(job: Job, name: str) -> dict[str, Any]:
-    found = job.nodes(NODES[name].kind)
-    return {**NODES[name].inputs, **(_plain(found[0]["inputs"]) if found else {})}
+    nodes = job.nodes(NODES[name].kind)
+    return {**NODES[name].inputs, **(_plain(nodes[0]["inputs"]) if nodes else {})}
 
 
 def _plain(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -225,10 +225,10 @@ def _saved(name: str) -> StateHandle:
     folder = paths.state_folder(name)
     if (folder / "state.json").exists():
         return open_state(folder)
-    found = Checkpoints(Run(paths.existing_run(name))).latest()
-    if found is None:
+    state = Checkpoints(Run(paths.existing_run(name))).latest()
+    if state is None:
         raise UserError(
             f"Load Training State: {name!r} is neither a state in {folder.parent} nor a run with a "
             f"checkpoint in {folder.parent.parent}; look up the folder's name there."
         )
-    return found
+    return state

@@ -23,33 +23,39 @@ def widgets(kind: type, **menus: Collection[str]) -> list[Any]:
 
     `menus` are the choices of those whose choices are the rows of a table.
     """
-    return [_widget(found, menus.get(found.input, ())) for found in settings(kind, main=False)]
+    return [_widget(setting, menus.get(setting.input, ())) for setting in settings(kind, main=False)]
 
 
 def widget(kind: type, name: str, menu: Collection[str] = (), **options: Any) -> Any:
     """Return the widget `name` of a setting of a config class; `options` are those of ComfyUI's input."""
-    return _widget(next(found for found in settings(kind) if found.input == name), menu, **options)
+    return _widget(next(setting for setting in settings(kind) if setting.input == name), menu, **options)
 
 
-def _widget(found: Setting, menu: Collection[str], **options: Any) -> Any:
-    default, optional = found.default, found.optional or found.advanced or found.added
+def _widget(setting: Setting, menu: Collection[str], **options: Any) -> Any:
+    default, optional = setting.default, setting.optional or setting.advanced or setting.added
     default = "" if default == () else default
-    options = {"default": default, "tooltip": found.sentence, "optional": optional, **options}
-    if choices := list(menu or found.choices):
-        made = io.Combo.Input(found.input, options=choices, **options)
+    options = {"default": default, "tooltip": setting.sentence, "optional": optional, **options}
+    if choices := list(menu or setting.choices):
+        made = io.Combo.Input(setting.input, options=choices, **options)
     elif isinstance(default, bool):
-        made = io.Boolean.Input(found.input, **options)
+        made = io.Boolean.Input(setting.input, **options)
     elif isinstance(default, int):
-        options = {"min": int(found.low), "max": int(found.high), "step": found.step, **options}
-        made = io.Int.Input(found.input, **options)
+        options = {"min": int(setting.low), "max": int(setting.high), "step": setting.step, **options}
+        made = io.Int.Input(setting.input, **options)
     elif isinstance(default, float):
-        options = {"min": found.low, "max": found.high, "step": found.step or 0.01, "round": False, **options}
-        made = io.Float.Input(found.input, **options)
+        options = {
+            "min": setting.low,
+            "max": setting.high,
+            "step": setting.step or 0.01,
+            "round": False,
+            **options,
+        }
+        made = io.Float.Input(setting.input, **options)
     else:
-        options = {"multiline": found.multiline or found.default == (), **options}
-        made = io.String.Input(found.input, **options)
-    made = advanced(made) if found.advanced else made
-    return added(made) if found.added else made
+        options = {"multiline": setting.multiline or setting.default == (), **options}
+        made = io.String.Input(setting.input, **options)
+    made = advanced(made) if setting.advanced else made
+    return added(made) if setting.added else made
 
 
 def in_order(inputs: Iterable[Any], names: Iterable[str]) -> list[Any]:
@@ -64,7 +70,7 @@ def read(config: C, values: Mapping[str, Any]) -> C:
     changes: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        names = [found.input or item.name for found in item.metadata.get(SETTINGS, ())]
+        names = [setting.input or item.name for setting in item.metadata.get(SETTINGS, ())]
         if dataclasses.is_dataclass(value):
             changes[item.name] = read(value, values)
         elif len(names) > 1:

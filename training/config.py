@@ -651,17 +651,17 @@ def settings(kind: type, *, main: bool | None = None) -> list[Setting]:
 
     `main` chooses those of the node that does the work, or those of the node of settings.
     """
-    hints, found = typing.get_type_hints(kind), []
+    hints, rows = typing.get_type_hints(kind), []
     for item in dataclasses.fields(kind):
         if isinstance(item.default_factory, type):
-            found += settings(item.default_factory, main=main)
+            rows += settings(item.default_factory, main=main)
         choices = typing.get_args(hints[item.name]) if typing.get_origin(hints[item.name]) is Literal else ()
         shown, whole = item.metadata.get(SETTINGS, ()), typing.cast(Any, item.default)
         for each, default in zip(shown, whole if len(shown) > 1 else [whole]):
             if main in (None, each.main):
                 read = {"default": default, "choices": choices, "added": ADDED in item.metadata}
-                found.append(replace(each, input=each.input or item.name, **read))
-    return found
+                rows.append(replace(each, input=each.input or item.name, **read))
+    return rows
 
 
 def inputs_of(config: Any) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class Family:
             return set()
         numbered = [re.match(r"(.+?)\.(\d+)\.", path) for path in paths]
         last: dict[str, int] = {}
-        for found in filter(None, numbered):
-            last[found[1]] = max(int(found[2]), last.get(found[1], 0))
+        for match in filter(None, numbered):
+            last[match[1]] = max(int(match[2]), last.get(match[1], 0))
         globs = [
             re.sub(r"^(.+?)\.-1\.", lambda m: f"{m[1]}.{last.get(m[1], -1)}.", glob) for glob in self.idle
         ]
@@ -161,9 +161,9 @@ def family_of(
     """
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
     family = FAMILIES.get(row) or replace(GENERIC, name=config_class)
-    words = re.sub(r"(?<=[a-z\d])(?=[A-Z])", " ", file).lower()  # also those of "sdxlTurbo"
-    found = re.search(rf"(?<![a-z])({'|'.join(DISTILLED)})(?![a-z])", words)
-    return replace(family, notes=family.notes or (_distilled(found[1]),), cfg=1.0) if found else family
+    file_words = re.sub(r"(?<=[a-z\d])(?=[A-Z])", " ", file).lower()  # also those of "sdxlTurbo"
+    match = re.search(rf"(?<![a-z])({'|'.join(DISTILLED)})(?![a-z])", file_words)
+    return replace(family, notes=family.notes or (_distilled(match[1]),), cfg=1.0) if match else family
 
 
 TEXT = "text_encoders."
@@ -193,11 +193,11 @@ def latent_scales() -> dict[str, tuple[float, float]]:
 
 def preset_modules() -> dict[str, tuple[str, ...]]:
     """Return the globs of every family for the classes that LyCORIS's presets name."""
-    found: dict[str, dict[str, None]] = {}
+    globs_of: dict[str, dict[str, None]] = {}
     for family in (GENERIC, *FAMILIES.values()):
         for name, globs in family.preset_modules.items():
-            found.setdefault(name, {}).update(dict.fromkeys(globs))
-    return {name: tuple(globs) for name, globs in found.items()}
+            globs_of.setdefault(name, {}).update(dict.fromkeys(globs))
+    return {name: tuple(globs) for name, globs in globs_of.items()}
 
 
 def block_of(path: str, blocks: Iterable[str]) -> str | None:

@@ -50,12 +50,12 @@ def defer_signals() -> Iterator[None]:
 def handle_signals(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
     """In the main thread, let `handler` handle these signals during the context."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in signals if is_main}
+    before = {signum: signal.signal(signum, handler) for signum in signals if is_main}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
 
 
 def raise_if_asked() -> None:
@@ -65,9 +65,9 @@ def raise_if_asked() -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         raise Terminated("the server is being stopped. The run is saved; queue it again to go on.")
-    number = _pending.pop()
+    signum = _pending.pop()
     _pending.clear()
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 def save_at_exit() -> None:
@@ -76,30 +76,30 @@ def save_at_exit() -> None:
         return
     before = signal.getsignal(signal.SIGTERM)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        _let_runs_save(number)
+    def handle(signum: int, frame: FrameType | None) -> None:
+        _let_runs_save(signum)
         if callable(before):
-            before(number, frame)
+            before(signum, frame)
         else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
     signal.signal(signal.SIGTERM, handle)
     atexit.register(_let_runs_save, signal.SIGINT)  # ComfyUI answers Ctrl-C by exiting
 
 
-def _let_runs_save(number: int) -> None:
+def _let_runs_save(signum: int) -> None:
     if not _running:
         return
     log.info("saving what was trained, before the process ends.")
-    _pending.append(number)
+    _pending.append(signum)
     deadline = time.monotonic() + GRACE
     while _running and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _defer(number: int, frame: Any) -> None:
-    if _pending and number == signal.SIGINT:  # the second Ctrl-C ends it at once
+def _defer(signum: int, frame: Any) -> None:
+    if _pending and signum == signal.SIGINT:  # the second Ctrl-C ends it at once
         _pending.clear()
         raise KeyboardInterrupt
-    _pending.append(number)
+    _pending.append(signum)

@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
         report: dict[str, Any] = part("write")
         rounds = [{**part("read"), **part("load")} for _ in range(args.repeats)]
     report |= {
-        key: statistics.median(found[key] for found in rounds) for key in ("read_s", "ready_s", "again_s")
+        key: statistics.median(timing[key] for timing in rounds) for key in ("read_s", "ready_s", "again_s")
     }
-    report["rounds"] = [(found["read_s"], found["ready_s"]) for found in rounds]
+    report["rounds"] = [(timing["read_s"], timing["ready_s"]) for timing in rounds]
     report["anonymous_mb"] = rounds[0]["anonymous_mb"]
     report["ratio"] = round(report["ready_s"] / report["read_s"], 3)
     if report["anonymous_mb"] is not None:
@@ -133,17 +133,17 @@ def forget(path: Path) -> None:
 def peak_anonymous() -> Iterator[list[int | None]]:
     """Yield a list that ends up holding by how many MB anonymous memory grew at most; None where unknown."""
     before = anonymous()
-    found: list[int | None] = [None if before is None else 0]
+    peak: list[int | None] = [None if before is None else 0]
     done = threading.Event()
 
     def watch() -> None:
         while before is not None and not done.wait(0.02):
-            found[0] = max(found[0] or 0, round(((anonymous() or before) - before) / 1e6))
+            peak[0] = max(peak[0] or 0, round(((anonymous() or before) - before) / 1e6))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield found
+        yield peak
     finally:
         done.set()
         thread.join()

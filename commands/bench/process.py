@@ -16,8 +16,8 @@ def run_alone(benchmark: Sequence[str], *options: str) -> Any:
     `benchmark` is a program and its arguments: `args.program` of the benchmark that runs now.
     """
     command = [sys.executable, *benchmark, *options]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(found.stdout.splitlines()[-1])
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def peak_rss() -> int:

@@ -136,8 +136,8 @@ def soonest(curves: Sequence[Curve], goal: float) -> int | None:
 
 def at(curve: Curve, seconds: float) -> float:
     """Return the last loss measured up to `seconds`; the first where none was."""
-    found = [value for value, when in zip(curve.validation, curve.seconds) if when <= seconds]
-    return found[-1] if found else curve.validation[0]
+    losses = [value for value, when in zip(curve.validation, curve.seconds) if when <= seconds]
+    return losses[-1] if losses else curve.validation[0]
 
 
 def train_with_graft(
@@ -209,8 +209,8 @@ def samples(dataset: Any) -> tuple[list[dict[str, Tensor]], list[list[Any]]]:
 def _node() -> Any:
     import comfy_extras.nodes_train as nodes_train
 
-    found = asyncio.run(nodes_train.TrainingExtension().get_node_list())
-    node = next(node for node in found if node.__name__ == "TrainLoraNode")
+    classes = asyncio.run(nodes_train.TrainingExtension().get_node_list())
+    node = next(node for node in classes if node.__name__ == "TrainLoraNode")
     node.GET_SCHEMA()
     return node
 
@@ -219,8 +219,8 @@ def _further_inputs(node: Any) -> dict[str, Any]:
     """Return what newer versions of the node ask for as well, without their memory savers."""
     wanted = {"checkpoint_depth": 1, "offloading": False, "bucket_mode": False, "bypass_mode": False}
     names = {entry.id for entry in node.define_schema().inputs}
-    found = {name: value for name, value in wanted.items() if name in names}
-    return {**found, **({"quantized_backward": False} if "quantized_backward" in names else {})}
+    inputs = {name: value for name, value in wanted.items() if name in names}
+    return {**inputs, **({"quantized_backward": False} if "quantized_backward" in names else {})}
 
 
 def _copied(copies: list[list[Tensor]], weights: Sequence[Tensor]) -> float:

@@ -78,10 +78,10 @@ class Bench:
 
         sigma = torch.full((len(x),), NOISE, device=x.device)
         conditioning = self.batch.conditioning[0]
-        found = model.extra_conds(
+        extra = model.extra_conds(
             noise=x, device=x.device, width=8 * x.shape[-1], height=8 * x.shape[-2], **conditioning
         )
-        conds = {name: c.process_cond(len(x), device=x.device, area=None).cond for name, c in found.items()}
+        conds = {name: c.process_cond(len(x), device=x.device, area=None).cond for name, c in extra.items()}
         with training_mode(), make_differentiable(model.diffusion_model):
             denoised: Tensor = model.apply_model(x, sigma, transformer_options={}, **conds)
         return denoised.float().pow(2).mean()
@@ -149,7 +149,7 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
         chosen = {name: value for name, value in {**defaults, **settings}.items() if name in known}
         batch, in_lists = bench.batch, schema.is_input_list
         text, samples = batch.conditioning[0], [{"samples": sample} for sample in batch.latents.split(1)]
-        given = {
+        chosen = {
             "model": bench.patcher,
             "latents": 2 * samples,  # 0.3.75 takes no single one
             "positive": [[text["cross_attn"], {"pooled_output": text["pooled_output"]}]],
@@ -160,17 +160,17 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
         TrainLoraNode.hidden = None
 
         def steps(count: int) -> list[float]:
-            arguments = {**given, "steps": count + 1}
+            arguments = {**chosen, "steps": count + 1}
             if in_lists:
                 arguments = {n: value if n == "latents" else [value] for n, value in arguments.items()}
             moments: list[float] = []
             before = torch.optim.AdamW.step
 
             def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-                found = before(self, *args, **kwargs)
+                result = before(self, *args, **kwargs)
                 synchronize(bench.device)
                 moments.append(bench.clock())
-                return found
+                return result
 
             torch.optim.AdamW.step = noting  # type: ignore[method-assign]
             try:
@@ -357,7 +357,7 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
         except FAILURES as error:
             missing[contender] = str(error)
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
-    for number in range(args.repeats):
+    for index in range(args.repeats):
         for contender, steps in list(contenders.items()):
             try:
                 seconds[contender] += steps(args.steps)
@@ -365,7 +365,7 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
                 missing[contender] = str(error)
                 del contenders[contender], seconds[contender], tensors[contender]
                 continue
-            log.info("%s, round %d: %s %s", name, number + 1, contender, seconds[contender])
+            log.info("%s, round %d: %s %s", name, index + 1, contender, seconds[contender])
     most = product_flops(bench)
     medians = {contender: statistics.median(found) for contender, found in seconds.items()}
     report: dict[str, Any] = {c: round(s, 6) for c, s in medians.items()}

@@ -15,8 +15,8 @@ def choose_gpu(index: int) -> None:
 
     Raises UserError when there are fewer. Call it before anything touches a GPU.
     """
-    given = next((os.environ[name] for name in VISIBLE if name in os.environ), None)
-    visible = [gpu for gpu in given.split(",") if gpu] if given is not None else None
+    value = next((os.environ[name] for name in VISIBLE if name in os.environ), None)
+    visible = [gpu for gpu in value.split(",") if gpu] if value is not None else None
     if visible == []:
         return  # all of them are hidden
     if visible and index >= len(visible):

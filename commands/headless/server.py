@@ -63,12 +63,12 @@ def find_comfyui() -> Path:
 
     Raises ComfyUIError if $COMFYUI_PATH is no ComfyUI or the download fails.
     """
-    if given := os.environ.get("COMFYUI_PATH"):
-        if not _is_comfyui(Path(given)):
+    if folder := os.environ.get("COMFYUI_PATH"):
+        if not _is_comfyui(Path(folder)):
             raise ComfyUIError(
-                f"COMFYUI_PATH is {given!r}, which has no main.py and comfy/; give ComfyUI's own folder."
+                f"COMFYUI_PATH is {folder!r}, which has no main.py and comfy/; give ComfyUI's own folder."
             )
-        return Path(given).resolve()
+        return Path(folder).resolve()
     if GRAFT.parent.name == "custom_nodes" and _is_comfyui(GRAFT.parent.parent):
         return GRAFT.parent.parent
     return _download(_cache_folder() / "comfyui-0.3.75")
@@ -294,8 +294,8 @@ def server(
                 running.stop()
 
 
-def _leave(number: int, frame: Any) -> None:
-    sys.exit(128 + number)
+def _leave(signum: int, frame: Any) -> None:
+    sys.exit(128 + signum)
 
 
 def make_folders(base: Path) -> None:

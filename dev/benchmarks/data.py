@@ -96,17 +96,15 @@ def build_index(count: int) -> EncodedDataset:
     config = DatasetConfig(bucket=BucketConfig(resolutions=(1024,)))
     table, builder = SampleTable(), IndexBuilder([SourceRules(1.0, 0.0, 0.1, bytes(16))])
     draws = np.random.default_rng(0)
-    for number in range(count):
-        size = (900 + 10 * (number % 97), 1400)
-        caption = CAPTION.format(number % 1000, number)
-        name = f"folder_{number // 1000:05d}/image_{number:08d}.jpg"
-        table.append(
-            Sample(name, *size, (caption,), repeats=1 + number % 2, bytes=1_000_000, mtime_ns=number)
-        )
+    for index in range(count):
+        size = (900 + 10 * (index % 97), 1400)
+        caption = CAPTION.format(index % 1000, index)
+        name = f"folder_{index // 1000:05d}/image_{index:08d}.jpg"
+        table.append(Sample(name, *size, (caption,), repeats=1 + index % 2, bytes=1_000_000, mtime_ns=index))
         keys = draws.bytes(48)
         builder.add_sample(size, 0, keys[:16], [keys[16:32]])
         (bucket,) = buckets_for(*size, config.bucket, step=64)
-        builder.add_entry(number, bucket, 1 + number % 2, [keys[32:]], [bytes(16)], [(0, number % 64)])
+        builder.add_entry(index, bucket, 1 + index % 2, [keys[32:]], [bytes(16)], [(0, index % 64)])
     return EncodedDataset(
         builder.build(), Store("nowhere"), ImageSet(table, (Source(config, Path("images")),))
     )
@@ -142,26 +140,26 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def encode_ratios(images: int = 16, rounds: int = 3) -> dict[str, float]:
     """Return the medians of (seconds of a plain loop) / (seconds of `encode`), the loops taking turns."""
     vae, config = Vae(), DatasetConfig(bucket=BucketConfig(resolutions=(512,)))
-    found: dict[str, list[float]] = {"encode_ratio": [], "encode_ratio_vae_only": []}
+    ratios: dict[str, list[float]] = {"encode_ratio": [], "encode_ratio_vae_only": []}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        paths = [Path(folder) / "images" / f"{number}.jpg" for number in range(images)]
+        paths = [Path(folder) / "images" / f"{index}.jpg" for index in range(images)]
         paths[0].parent.mkdir()
-        for number, path in enumerate(paths):
-            noise = np.random.default_rng(number).integers(0, 256, (24, 32, 3), np.uint8)
+        for index, path in enumerate(paths):
+            noise = np.random.default_rng(index).integers(0, 256, (24, 32, 3), np.uint8)
             Image.fromarray(noise).resize((1024, 768), Image.Resampling.BICUBIC).save(path)
             path.with_suffix(".txt").write_text("a caption")
         scanned = scan(paths[0].parent, config)
         (bucket,) = buckets_for(1024, 768, config.bucket, step=vae.bucket_step)
-        pictures = [plain_read(path, bucket) for path in paths]
-        vae.encode_image(pictures[0])
-        for number in range(rounds):
-            encoding = seconds(lambda: [vae.encode_image(picture) for picture in pictures])
+        images_read = [plain_read(path, bucket) for path in paths]
+        vae.encode_image(images_read[0])
+        for index in range(rounds):
+            encoding = seconds(lambda: [vae.encode_image(image) for image in images_read])
             plain = seconds(lambda: [vae.encode_image(plain_read(path, bucket)) for path in paths])
-            cache = Path(folder) / f"cache{number}"
+            cache = Path(folder) / f"cache{index}"
             ours = seconds(lambda cache=cache: encode(scanned, vae, cache))  # type: ignore[misc]
-            found["encode_ratio"].append(plain / ours)
-            found["encode_ratio_vae_only"].append(encoding / ours)
-    return {name: round(statistics.median(values), 4) for name, values in found.items()}
+            ratios["encode_ratio"].append(plain / ours)
+            ratios["encode_ratio_vae_only"].append(encoding / ours)
+    return {name: round(statistics.median(values), 4) for name, values in ratios.items()}
 
 
 def plain_read(path: Path, bucket: tuple[int, int]) -> Tensor:

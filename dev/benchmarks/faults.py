@@ -109,15 +109,15 @@ def kill_runs(tries: int, steps: int, *, seed: int = 0) -> dict[str, Any]:
     outcomes: dict[str, dict[str, int]] = {name: {"tried": 0, "equal": 0} for name in OPTIMIZERS}
     expected: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="graft-faults-") as place:
-        for number in range(tries):
-            name = OPTIMIZERS[number % len(OPTIMIZERS)]
+        for index in range(tries):
+            name = OPTIMIZERS[index % len(OPTIMIZERS)]
             if name not in expected:
                 began = time.monotonic()
                 expected[name] = train(Path(place, name), name, steps)
                 seconds = time.monotonic() - began
-            folder = Path(place, f"{number}-{name}")
+            folder = Path(place, f"{index}-{name}")
             outcomes[name]["tried"] += 1
-            if number % 2:
+            if index % 2:
                 inside = f"{moments.choice(('replace', 'fsync'))}:{moments.randrange(1, 3 * steps)}"
                 kill_once(folder, name, steps, inside=inside)
             else:
@@ -193,7 +193,7 @@ def run_tests(tests: Sequence[str]) -> dict[str, str]:
         subprocess.run([*command, *options, *tests], stdout=sys.stderr, check=False)
         for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
             name = case.attrib["name"].split("[")[0]
-            problem = next((found for found in case if found.tag in ("failure", "error", "skipped")), None)
+            problem = next((result for result in case if result.tag in ("failure", "error", "skipped")), None)
             if problem is not None:
                 reason = problem.attrib.get("message", problem.tag).splitlines()[0]
                 outcomes[name] = f"skipped: {reason}" if problem.tag == "skipped" else reason

@@ -101,23 +101,23 @@ def differences(out: Path, file: Written, base: Mapping[str, Tensor]) -> dict[st
         return {f"{path}.weight": adapter.delta(base[f"{path}.weight"]) for path, adapter in adapters.items()}
 
 
-def compare(result: Loaded, trained: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Loaded:
+def compare(result: Loaded, trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> Loaded:
     """Complete `result` with what differs between these differences, by the same names."""
     norms = {name: float(difference.norm()) for name, difference in trained.items()}
     result.layers = len(trained)
-    result.lost = sorted(trained.keys() - found.keys())
-    result.extra = sorted(found.keys() - trained.keys())
-    errors = {name: relative_error(found[name], trained[name]) for name in trained.keys() & found.keys()}
+    result.lost = sorted(trained.keys() - loaded.keys())
+    result.extra = sorted(loaded.keys() - trained.keys())
+    errors = {name: relative_error(loaded[name], trained[name]) for name in trained.keys() & loaded.keys()}
     result.worst_layer = max(errors, key=errors.__getitem__, default="")
     result.worst = errors.get(result.worst_layer, 0.0)
-    norm = math.hypot(*(float(difference.norm()) for difference in found.values()))
+    norm = math.hypot(*(float(difference.norm()) for difference in loaded.values()))
     result.ratio = norm / math.hypot(*norms.values())
     return result
 
 
-def relative_error(found: Tensor, trained: Tensor) -> float:
+def relative_error(loaded: Tensor, trained: Tensor) -> float:
     """Return the norm of what differs over that of what was trained; infinite where they do not compare."""
-    if found.shape != trained.shape:
+    if loaded.shape != trained.shape:
         return math.inf
-    error = float((found - trained).norm() / trained.norm())
+    error = float((loaded - trained).norm() / trained.norm())
     return math.inf if math.isnan(error) else error

@@ -108,10 +108,10 @@ def write(out: Path, only: Iterable[str]) -> Iterator[Written]:
             state = random_state(denoiser, settings(case))
             save_state(state, out / family / case)
             for name, tensors_of in FILE_FORMATS.items():
-                for dtype, number in DTYPES.items():
+                for dtype, torch_dtype in DTYPES.items():
                     file = Written(family, case, name, dtype)
                     try:
-                        tensors = tensors_of(state, denoiser.family, number)
+                        tensors = tensors_of(state, denoiser.family, torch_dtype)
                     except ValueError as refusal:
                         file = replace(file, refused=str(refusal))
                     else:
@@ -134,9 +134,9 @@ def read(out: Path, files: Iterable[Written], reader: str) -> Iterator[Loaded]:
                 with warnings_kept() as warnings:
                     tensors = comfy.utils.load_torch_file(str(file.path(out)), safe_load=True)
                     model, text = comfy.sd.load_lora_for_models(patcher, encoders, tensors, 1.0, 1.0)
-                    found = {k.removeprefix(f"{NETWORK}."): v for k, v in patched(model).items()}
-                    found |= {TEXT + k: v for k, v in patched(text and text.patcher).items()}
-                yield compare(Loaded(file, reader, warnings=warnings), trained, found)
+                    weights = {k.removeprefix(f"{NETWORK}."): v for k, v in patched(model).items()}
+                    weights |= {TEXT + k: v for k, v in patched(text and text.patcher).items()}
+                yield compare(Loaded(file, reader, warnings=warnings), trained, weights)
         print(f"{family}: read", flush=True)
 
 
@@ -160,10 +160,10 @@ def weights_of(patcher: Any, clip: Any) -> dict[str, torch.Tensor]:
     """Return all tensors of the network and the text encoders by the names that checkpoints have for them."""
     network = patcher.get_model_object(NETWORK).state_dict()
     scales = r"(query_norm|key_norm|distilled_guidance_layer\.norms\.\d+)\.weight$"
-    found = {re.sub(scales, r"\1.scale", name): tensor for name, tensor in network.items()}
+    weights = {re.sub(scales, r"\1.scale", name): tensor for name, tensor in network.items()}
     if clip is not None:
-        found |= {TEXT + name: tensor for name, tensor in clip.cond_stage_model.state_dict().items()}
-    return {name: tensor.float().contiguous().clone() for name, tensor in found.items()}
+        weights |= {TEXT + name: tensor for name, tensor in clip.cond_stage_model.state_dict().items()}
+    return {name: tensor.float().contiguous().clone() for name, tensor in weights.items()}
 
 
 def set_weights(patcher: Any, clip: Any, base: dict[str, torch.Tensor]) -> None:
@@ -208,12 +208,12 @@ def patched(patcher: Any) -> dict[str, torch.Tensor]:
 @contextmanager
 def warnings_kept() -> Iterator[list[str]]:
     """Yield a list that gets what ComfyUI warns of, and let nothing of it be printed."""
-    found: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     root = logging.getLogger()
     before, root.handlers = root.handlers, [handler]
     try:
-        yield found
+        yield messages
     finally:
         root.handlers = before

@@ -231,15 +231,15 @@ def load(twin: Twin, out: Path, file: Written, reader: str, trained: Mapping[str
         try:
             pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
         except Exception as error:  # noqa: BLE001 - whatever a library says of a file is the finding
-            said = f"{type(error).__name__}: {error}"
-            return Loaded(file, reader, len(trained), lost=sorted(trained), error=said)
-    found = {}
+            message = f"{type(error).__name__}: {error}"
+            return Loaded(file, reader, len(trained), lost=sorted(trained), error=message)
+    weights = {}
     for name, part in parts_of(pipeline, twin).items():
         for layer, module in part.float().named_modules():
             if hasattr(module, "get_delta_weight"):
                 [adapter] = module.active_adapters
-                found[f"{name}.{layer}.weight"] = module.get_delta_weight(adapter).detach()
-    return compare(Loaded(file, reader, warnings=warnings), trained, found)
+                weights[f"{name}.{layer}.weight"] = module.get_delta_weight(adapter).detach()
+    return compare(Loaded(file, reader, warnings=warnings), trained, weights)
 
 
 def pipeline_of(twin: Twin) -> Any:
@@ -286,21 +286,21 @@ def converted_checkpoint(twin: Twin, weights: Mapping[str, Tensor]) -> dict[str,
     code = convert.__code__
     convert.__code__ = with_sizes(code, twin.sizes)
     try:
-        found = convert(own, config=network.config)
+        converted = convert(own, config=network.config)
     finally:
         convert.__code__ = code
-    return {f"{name}.{path}": tensor for path, tensor in found.items()}
+    return {f"{name}.{path}": tensor for path, tensor in converted.items()}
 
 
 def renamed(twin: Twin, base: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return differences of weights under diffusers' names: those of a checkpoint that is 0 elsewhere."""
     whole = {path: trained.get(path, torch.zeros_like(tensor)) for path, tensor in base.items()}
-    found = converted_checkpoint(twin, whole)
+    converted = converted_checkpoint(twin, whole)
     for path, tensor in trained.items():
         if is_text(path):
             encoder, _, inner = path.removeprefix(TEXT).partition(".transformer.")
-            found[f"{ENCODERS[encoder]}.{inner}"] = tensor
-    return {path: tensor for path, tensor in found.items() if tensor.any()}
+            converted[f"{ENCODERS[encoder]}.{inner}"] = tensor
+    return {path: tensor for path, tensor in converted.items() if tensor.any()}
 
 
 def parts_of(pipeline: Any, twin: Twin) -> dict[str, torch.nn.Module]:
@@ -334,13 +334,13 @@ def with_sizes(constant: Any, sizes: Mapping[int, int]) -> Any:
 @contextmanager
 def warnings_kept() -> Iterator[list[str]]:
     """Yield a list that gets what diffusers warns of, but for text encoders that a file does not change."""
-    found: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.addFilter(lambda record: "safe to ignore" not in record.getMessage())
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("diffusers")
     before, logger.handlers = logger.handlers, [handler]
     try:
-        yield found
+        yield messages
     finally:
         logger.handlers = before

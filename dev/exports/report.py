@@ -129,8 +129,8 @@ def faults(results: Iterable[Loaded]) -> list[str]:
     lines = []
     for (reader, family, name, sound), group in groups.items():
         cases = ", ".join(dict.fromkeys(result.file.case for result in group))
-        said = f"MISSING lists them ({reason(group[0])}), but they load" if sound else fault(group[0])
-        lines.append(f"{reader}: {family}, {name}: {cases}: {said}")
+        verdict = f"MISSING lists them ({reason(group[0])}), but they load" if sound else fault(group[0])
+        lines.append(f"{reader}: {family}, {name}: {cases}: {verdict}")
     return lines
 
 

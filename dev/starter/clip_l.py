@@ -130,16 +130,16 @@ class Reader:
         """
         if (ids[:, PLACES:] != END).any():
             raise ValueError(f"a caption has more than {PLACES - 2} tokens; write it shorter")
-        words = self.tokens[ids[:, :PLACES]].float() + self.positions[:PLACES]
-        return torch.cat([words, torch.zeros(len(ids), 1, WIDTH)], 1)
+        vectors = self.tokens[ids[:, :PLACES]].float() + self.positions[:PLACES]
+        return torch.cat([vectors, torch.zeros(len(ids), 1, WIDTH)], 1)
 
     def pooled(self, ids: Tensor) -> Tensor:
         """(b, 768)"""
         context = self.context(ids)[:, :PLACES]
         end = (ids == END).int().argmax(1)
         read = torch.arange(PLACES) <= end[:, None]
-        words = torch.nn.functional.layer_norm(context, (WIDTH,)) * read[..., None]
-        gathered = self.positions[end] + GATHER * words.sum(1) / (end[:, None] + 1)
+        vectors = torch.nn.functional.layer_norm(context, (WIDTH,)) * read[..., None]
+        gathered = self.positions[end] + GATHER * vectors.sum(1) / (end[:, None] + 1)
         return torch.nn.functional.layer_norm(gathered, (WIDTH,))
 
 

@@ -127,9 +127,9 @@ def train_denoiser(
         return flow_losses(model, x0, noise, sigma, captions(text)).mean()
 
     def update_average(step: int) -> None:
-        keep = min(0.9995, (1 + step) / (10 + step))
+        decay = min(0.9995, (1 + step) / (10 + step))
         mean, now = ([p.data for p in m.parameters()] for m in (average, model))
-        torch._foreach_lerp_(mean, now, 1 - keep)
+        torch._foreach_lerp_(mean, now, 1 - decay)
 
     run = Training("denoiser", work, steps=steps, warmup=100, cooldown=cooldown / steps, seed=2)
     updates = optimizers(model.named_parameters(), muon_lr=2e-3, adam_lr=1e-3, weight_decay=0.01)

@@ -49,13 +49,15 @@ def measure(work: Path, shift: float) -> dict[str, dict[str, float]]:
         rng = np.random.default_rng(seed)
         others = [shown[i - 1] for i in range(len(shown))]
         renamed = [dataclasses.replace(p, name=o.name) for p, o in zip(shown, others)]
-        told = {
+        captions_of = {
             "right": describe_all(shown, rng),
             "none": [""] * len(shown),
             "other": describe_all(others, rng),
             "other name": describe_all(renamed, rng),
         }
-        report[key] = {k: losses(model, latents, captions, t, shift).mean().item() for k, t in told.items()}
+        report[key] = {
+            k: losses(model, latents, captions, t, shift).mean().item() for k, t in captions_of.items()
+        }
         log.info("step %d, %s: %s", step, key, ", ".join(f"{k} {v:.4f}" for k, v in report[key].items()))
     return report
 

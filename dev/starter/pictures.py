@@ -86,8 +86,8 @@ def fetch_package(package: str, folder: Path) -> Path:
     if not (target / "package" / "package.json").exists():
         target.mkdir(parents=True, exist_ok=True)
         command = ["npm", "pack", package, "--silent"]
-        packed = subprocess.run(command, cwd=target, check=True, capture_output=True, text=True)
-        with tarfile.open(target / packed.stdout.split()[-1]) as archive:
+        result = subprocess.run(command, cwd=target, check=True, capture_output=True, text=True)
+        with tarfile.open(target / result.stdout.split()[-1]) as archive:
             archive.extractall(target, filter="data")
     return target / "package"
 
@@ -163,8 +163,8 @@ def describe(picture: Picture, rng: np.random.Generator, *, complete: bool = Fal
     def says(share: float) -> bool:
         return complete or rng.random() < share
 
-    said = name_lists.spoken(picture.name)
-    name = said[0] if complete or rng.random() < 0.5 else said[rng.integers(len(said))]
+    names = name_lists.spoken(picture.name)
+    name = names[0] if complete or rng.random() < 0.5 else names[rng.integers(len(names))]
     usual = picture.style in ("outline", "silhouette") and picture.color == "black"
     color = picture.color if picture.color and says(0.3 if usual else 0.9) else ""
     size = picture.size if picture.size and says(0.85) else ""

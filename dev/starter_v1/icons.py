@@ -31,10 +31,10 @@ def fetch_package(package: str, folder: Path) -> Path:
     target = folder / package.strip("@").replace("/", "-").replace("@", "-")
     if not (target / "package" / "icons.json").exists():
         target.mkdir(parents=True, exist_ok=True)
-        packed = subprocess.run(
+        result = subprocess.run(
             ["npm", "pack", package, "--silent"], cwd=target, check=True, capture_output=True, text=True
         )
-        with tarfile.open(target / packed.stdout.split()[-1]) as archive:
+        with tarfile.open(target / result.stdout.split()[-1]) as archive:
             archive.extractall(target, filter="data")
     return target / "package"
 

@@ -271,9 +271,9 @@ def train_denoiser(settings: argparse.Namespace) -> None:
         return (v.float() - (noise - x0)).square().mean()
 
     def update_average(step: int) -> None:
-        keep = min(0.999, (1 + step) / (10 + step))
+        decay = min(0.999, (1 + step) / (10 + step))
         torch._foreach_lerp_(
-            [p.data for p in average.parameters()], [p.data for p in model.parameters()], 1 - keep
+            [p.data for p in average.parameters()], [p.data for p in model.parameters()], 1 - decay
         )
 
     run = Training(

@@ -81,12 +81,12 @@ def lora(
     down: Any = None, up: Any = None, alpha: Any = None, *, layer: str = LAYER, metadata: Any = None
 ) -> bytes:
     """Return a LoRA of one layer; it is sound with nothing given. False leaves a tensor out."""
-    given = {
+    chosen = {
         "lora_down.weight": floats(0.01, 4, 256) if down is None else down,
         "lora_up.weight": floats(0.01, 768, 4) if up is None else up,
         "alpha": floats(4.0) if alpha is None else alpha,
     }
-    return tensors({f"{layer}.{name}": value for name, value in given.items() if value}, metadata)
+    return tensors({f"{layer}.{name}": value for name, value in chosen.items() if value}, metadata)
 
 
 def entry(**changes: Any) -> dict[str, Any]:

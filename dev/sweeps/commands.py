@@ -88,12 +88,12 @@ def cases(place: Path, comfyui: Path, seed: int) -> Iterator[list[Case]]:
 
 
 def _cases(place: Path) -> Iterator[Case]:
-    for form, words in FORMS.items():
+    for form, argv in FORMS.items():
         for name in BAD:
-            yield Case(form, f"{form}: {name}", partial(with_file, form, words, name, place))
-    for option, words in OPTIONS.items():
+            yield Case(form, f"{form}: {name}", partial(with_file, form, argv, name, place))
+    for option, argv in OPTIONS.items():
         for value in NUMBERS:
-            yield Case("options", f"{option} {value[:12]!r}", partial(with_value, words, value, place))
+            yield Case("options", f"{option} {value[:12]!r}", partial(with_value, argv, value, place))
 
 
 def warm_up() -> None:
@@ -108,42 +108,42 @@ def import_commands() -> None:
         importlib.import_module(f"graft.commands.{name.replace('-', '_')}")
 
 
-def with_file(form: str, words: Sequence[str], bad: str, place: Path) -> list[Problem]:
+def with_file(form: str, argv: Sequence[str], bad: str, place: Path) -> list[Problem]:
     """Run a form with a bad file and return what it did wrong."""
     with tempfile.TemporaryDirectory(dir=place) as scratch:
-        suffix = ".yaml" if words[0] in ("train", "export-workflow") else ".safetensors"
+        suffix = ".yaml" if argv[0] in ("train", "export-workflow") else ".safetensors"
         path = Path(scratch, file_name(bad) + suffix)
         put(BAD[bad], path)
-        ended, out = run_in(Path(scratch), words, bad=path)
+        ended, out = run_in(Path(scratch), argv, bad=path)
         job = suffix == ".yaml"  # a refused job is a line for each key
-        found = judge(ended, out, named=path.name if bad in MALFORMED else "", one_line=not job)
+        problems = judge(ended, out, named=path.name if bad in MALFORMED else "", one_line=not job)
         refused = bad in MALFORMED or (bad in UNUSABLE and form not in ODD_FILES_ACCEPTED)
         if refused and ended.code == 0:
-            found.append(Problem("wrong", f"accepted: {ended.out.strip()[:200]}"))
+            problems.append(Problem("wrong", f"accepted: {ended.out.strip()[:200]}"))
         if witness(path).exists():
-            found.append(Problem("wrong", "the code in the file was run"))
-        return found
+            problems.append(Problem("wrong", "the code in the file was run"))
+        return problems
 
 
-def with_value(words: Sequence[str], value: str, place: Path) -> list[Problem]:
+def with_value(argv: Sequence[str], value: str, place: Path) -> list[Problem]:
     """Run a command with a value for its last option and return what it did wrong."""
     with tempfile.TemporaryDirectory(dir=place) as scratch:
-        option = words[-1]
-        ended, out = run_in(Path(scratch), [*words[:-1], f"{option}={value}"])
+        option = argv[-1]
+        ended, out = run_in(Path(scratch), [*argv[:-1], f"{option}={value}"])
         word = option.lstrip("-").partition("-")[0] if value in NEVER else ""
-        found = judge(ended, out, named=word, one_line=False)
+        problems = judge(ended, out, named=word, one_line=False)
         if ended.code == 0 and value in NEVER:
-            found.append(Problem("wrong", f"accepted: {ended.out.strip()[:200]}"))
-        return found
+            problems.append(Problem("wrong", f"accepted: {ended.out.strip()[:200]}"))
+        return problems
 
 
-def run_in(scratch: Path, words: Sequence[str], bad: Path | None = None) -> tuple[Ended, Path]:
+def run_in(scratch: Path, argv: Sequence[str], bad: Path | None = None) -> tuple[Ended, Path]:
     """Run a command whose words name files of a folder; return what came of it and what it was to write."""
     sound, folder, out = scratch / "sound.safetensors", scratch / "folder", scratch / "out.safetensors"
     sound.write_bytes(lora())
     folder.mkdir()
     files = {"BAD": bad, "LORA": sound, "BASE": BASE, "OUT": out, "FOLDER": folder}
-    return attempt([str(files.get(word, word)) for word in words], scratch), out
+    return attempt([str(files.get(word, word)) for word in argv], scratch), out
 
 
 def attempt(argv: Sequence[str], scratch: Path, *, main: Callable[[Sequence[str]], int] = cli.main) -> Ended:
@@ -170,9 +170,11 @@ def _be_command(argv: Sequence[str], streams: Sequence[Path], main: Callable[[Se
     code = 1
     try:
         os.setsid()
-        for number, path in enumerate(streams, 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", errors="backslashreplace") for number in (1, 2))
+        for descriptor, path in enumerate(streams, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        sys.stdout, sys.stderr = (
+            os.fdopen(descriptor, "w", errors="backslashreplace") for descriptor in (1, 2)
+        )
         code = main(argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -191,21 +193,21 @@ def judge(ended: Ended, out: Path, *, named: str, one_line: bool = True) -> list
         return [Problem("hang", f"not ended after {SECONDS:g} s")]
     if errors := [block["error"] for block in BLOCK.finditer(ended.err)]:
         return [Problem("traceback", errors[-1])]
-    found = []
+    problems = []
     if ended.code not in (0, 2):
-        found.append(Problem("wrong", f"exit code {ended.code}: {ended.err.strip()[-200:]}"))
+        problems.append(Problem("wrong", f"exit code {ended.code}: {ended.err.strip()[-200:]}"))
     if ended.code == 2:
         if one_line and len(lines) != 1:
-            found.append(Problem("wrong", f"{len(lines)} lines: {ended.err.strip()[:300]}"))
+            problems.append(Problem("wrong", f"{len(lines)} lines: {ended.err.strip()[:300]}"))
         if not any(spelled in ended.err.lower() for spelled in spellings(named.lower())):
-            found.append(Problem("wrong", f"does not name {ascii(named)}: {ended.err.strip()[:300]}"))
+            problems.append(Problem("wrong", f"does not name {ascii(named)}: {ended.err.strip()[:300]}"))
         if raw := RAW.search(ended.err):
-            found.append(Problem("wrong", f"not meant for people ({raw[0]}): {ended.err.strip()[:300]}"))
+            problems.append(Problem("wrong", f"not meant for people ({raw[0]}): {ended.err.strip()[:300]}"))
     if ended.code and out.exists():
-        found.append(Problem("wrong", f"left {out.stat().st_size} bytes of a result"))
+        problems.append(Problem("wrong", f"left {out.stat().st_size} bytes of a result"))
     if ended.code == 0 and out.exists() and (names := not_finite(out)):
-        found.append(Problem("wrong", f"{len(names)} tensors of the result are not finite, as {names[0]}"))
-    return found
+        problems.append(Problem("wrong", f"{len(names)} tensors of the result are not finite, as {names[0]}"))
+    return problems
 
 
 def spellings(name: str) -> set[str]:

@@ -59,13 +59,13 @@ def cases(place: Path, comfyui: Path, seed: int) -> Iterator[list[Case]]:
         write_pictures(target.base / "input" / "tiny")
         trials = {"dataset": datasets(), "lora": loras(), "checkpoint": checkpoints()}
         trials |= {"job": jobs(), "state": states()}
-        found = [
+        listed = [
             Case(group, f"{group}: {name}", partial(attempt, target, trial))
             for group, table in trials.items()
             for name, trial in table.items()
         ]
-        found.append(Case("state", "state: damaged checkpoint of a run", partial(damaged_run, target)))
-        yield found
+        listed.append(Case("state", "state: damaged checkpoint of a run", partial(damaged_run, target)))
+        yield listed
 
 
 def attempt(target: Target, trial: Trial) -> list[Problem]:
@@ -140,7 +140,7 @@ def datasets() -> dict[str, Trial]:
 
 def loras() -> dict[str, Trial]:
     """Return two trials for each bad LoRA: to look at it, and to merge it into the tiny base."""
-    found = {}
+    trials = {}
     for name, maker in BAD.items():
         file = f"{file_name(name)}.safetensors"
         lora = f"sweep/{file}"
@@ -149,21 +149,21 @@ def loras() -> dict[str, Trial]:
         merge = part(BASE) | {"2": node("GraftMergeLora", model=[BASE, 0], lora_name=lora, **strength)}
         what = ("models/loras/sweep", partial(make, maker, file))
         named = file if name in MALFORMED else ""
-        found[f"inspect: {name}"] = Trial(*what, inspect, named, True if named else None)
-        found[f"merge: {name}"] = Trial(*what, shown(merge, "2", 2), named, None if name in ODD else True)
-    return found
+        trials[f"inspect: {name}"] = Trial(*what, inspect, named, True if named else None)
+        trials[f"merge: {name}"] = Trial(*what, shown(merge, "2", 2), named, None if name in ODD else True)
+    return trials
 
 
 def checkpoints() -> dict[str, Trial]:
     """Return a trial for each bad checkpoint: a step of training on it."""
-    found = {}
+    trials = {}
     for name, maker in {**MALFORMED, **bad_checkpoints()}.items():
         file = f"{file_name(name)}.safetensors"
         base = {"model": f"sweep/{file}", "text_encoder_1": TEXT_ENCODER}
         graph = shown(part(BASE, DATASET, ENCODE, LORA, TRAIN, GraftLoadBaseModel=base), TRAIN, 4)
         named = file if name in MALFORMED else ""
-        found[name] = Trial("models/checkpoints/sweep", partial(make, maker, file), graph, named)
-    return found
+        trials[name] = Trial("models/checkpoints/sweep", partial(make, maker, file), graph, named)
+    return trials
 
 
 def bad_checkpoints() -> dict[str, Maker]:
@@ -193,14 +193,14 @@ def bad_checkpoints() -> dict[str, Maker]:
 
 def jobs() -> dict[str, Trial]:
     """Return a trial for each bad job file."""
-    found = {}
+    trials = {}
     for name, maker in bad_jobs.JOBS.items():
         file = f"{file_name(name)}.yaml"
         graph = shown({"1": node("GraftTrainingJob", file=f"sweep/{file}")}, "1", 7)
         refused = None if name in bad_jobs.WORK else True
         named = file if name in bad_jobs.UNREADABLE else ""
-        found[name] = Trial("input/sweep", partial(make, maker, file), graph, named, refused)
-    return found
+        trials[name] = Trial("input/sweep", partial(make, maker, file), graph, named, refused)
+    return trials
 
 
 def states() -> dict[str, Trial]:

@@ -28,10 +28,10 @@ def part(*nodes: str, **inputs: dict[str, Any]) -> Prompt:
     graph[LORA]["inputs"]["rank"] = 2
     graph[TRAIN]["inputs"] |= {"steps": 1, "batch_size": 1, "name": "sweep"}
     graph[SAVE]["inputs"] |= {"name": "sweep", "dtype": "fp32"}
-    found = {number: graph[number] for number in nodes}
-    for node in found.values():
+    chosen = {node_id: graph[node_id] for node_id in nodes}
+    for node in chosen.values():
         node["inputs"] |= inputs.get(node["class_type"], {})
-    return found
+    return chosen
 
 
 def node(kind: str, **inputs: Any) -> Prompt:
@@ -39,9 +39,9 @@ def node(kind: str, **inputs: Any) -> Prompt:
     return {"class_type": kind, "inputs": inputs}
 
 
-def shown(graph: Prompt, number: str, output: int = 0) -> Prompt:
+def shown(graph: Prompt, node_id: str, output: int = 0) -> Prompt:
     """Return a graph with a stock node that has an output computed."""
-    return {**graph, "90": node("PreviewAny", source=[number, output])}
+    return {**graph, "90": node("PreviewAny", source=[node_id, output])}
 
 
 def write_pictures(folder: Path) -> None:

@@ -115,11 +115,11 @@ class Kill:
 def cases(place: Path, comfyui: Path, seed: int) -> Iterator[list[Case]]:
     """Give chains of KILLS kills in all."""
     with Killing(comfyui, place) as killing:
-        found = []
-        for number, chain in enumerate(chains(random.Random(seed))):
-            name = f"chain {number}: {', '.join(map(str, chain))}"
-            found.append(Case("kills", name, partial(killing.attempt, chain)))
-        yield found
+        listed = []
+        for index, chain in enumerate(chains(random.Random(seed))):
+            name = f"chain {index}: {', '.join(map(str, chain))}"
+            listed.append(Case("kills", name, partial(killing.attempt, chain)))
+        yield listed
         print(
             "what became of the kills:", ", ".join(f"{count} {what}" for what, count in killing.came.items())
         )
@@ -142,16 +142,18 @@ def one_kill(moment: str, draw: random.Random) -> Kill:
 
 def graph(gpus: int) -> Prompt:
     """Return a run with checkpoints at each step, pictures at every tenth, and a LoRA in the end."""
-    found = part(BASE, DATASET, ENCODE, LORA, TRAIN, SAVE)
-    found[TRAIN]["inputs"] |= {"steps": STEPS, "gpus": gpus}
-    found[TRAIN]["inputs"] |= {"checkpoint_settings": ["91", 0], "sample_prompts": ["92", 0]}
-    found["91"] = node("GraftCheckpointSettings", minutes=0.0, steps=10, keep=3, tensorboard=False, lora=True)
-    found["92"] = node(
+    prompt = part(BASE, DATASET, ENCODE, LORA, TRAIN, SAVE)
+    prompt[TRAIN]["inputs"] |= {"steps": STEPS, "gpus": gpus}
+    prompt[TRAIN]["inputs"] |= {"checkpoint_settings": ["91", 0], "sample_prompts": ["92", 0]}
+    prompt["91"] = node(
+        "GraftCheckpointSettings", minutes=0.0, steps=10, keep=3, tensorboard=False, lora=True
+    )
+    prompt["92"] = node(
         "GraftSamplePrompts", clip=[BASE, 1], vae=[BASE, 2], prompts=PROMPTS,
         negative="", every=10, before_training=True, width=64, height=64, steps=2, cfg=1.0, sampler="euler",
         scheduler="simple", seed=0, walk_seed=False, guidance=-1.0,
     )  # fmt: skip
-    return found
+    return prompt
 
 
 class Killing:
@@ -203,10 +205,12 @@ class Killing:
         shutil.rmtree(self.output, ignore_errors=True)
         problems = []
         for kill in chain:
-            number = 1 + int(kill.share * (counts[kill.moment] - 1) / len(chain))
-            problems += self.kill(kill, number, gpus)
+            occurrence = 1 + int(kill.share * (counts[kill.moment] - 1) / len(chain))
+            problems += self.kill(kill, occurrence, gpus)
         problems += self.complete(gpus)
-        problems += [Problem("wrong", words) for words in differences(expected, results(self.output))]
+        problems += [
+            Problem("wrong", difference) for difference in differences(expected, results(self.output))
+        ]
         problems += [Problem("wrong", f"left over: {path}") for path in leftovers(self.target.base)]
         return problems
 
@@ -229,46 +233,46 @@ class Killing:
                 return [Problem("hang", f"{kill}: not ended {ENDING_SECONDS:g} s after {kill.signal}")]
         finally:
             self.target.stop()
-        return [Problem("wrong", f"{kill}: outlives the server: {words}") for words in self.orphans()]
+        return [Problem("wrong", f"{kill}: outlives the server: {command}") for command in self.orphans()]
 
     def orphans(self) -> list[str]:
         """Return the command lines of processes that belong to the server and do not end; end them."""
-        until, found = time.monotonic() + ENDING_SECONDS, self.processes()
-        while found and time.monotonic() < until:
+        until, processes = time.monotonic() + ENDING_SECONDS, self.processes()
+        while processes and time.monotonic() < until:
             time.sleep(0.5)
-            found = self.processes()
-        for process in found:
+            processes = self.processes()
+        for process in processes:
             with suppress(psutil.Error):
                 process.kill()
-        return [f"{process.pid} {process.name()}" for process in found]
+        return [f"{process.pid} {process.name()}" for process in processes]
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that have the server's scratch folder or its base in their command lines."""
-        found = []
+        matching = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if any(str(self.target.base) in word for word in process.cmdline()):
-                    found.append(process)
-        return found
+                    matching.append(process)
+        return matching
 
 
 def results(output: Path) -> dict[str, Any]:
     """Return what is under an output folder, without what differs from one time to the next."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for path in sorted(path for path in output.rglob("*") if path.is_file()):
         name = path.relative_to(output).as_posix()
         if path.suffix == ".safetensors" and "cache" not in path.parts:
-            found[name] = digest_of_tensors(path)
+            contents[name] = digest_of_tensors(path)
         elif path.suffix == ".png":
             with Image.open(path) as image:
-                found[name] = sha256(image.tobytes()).hexdigest()
+                contents[name] = sha256(image.tobytes()).hexdigest()
         elif path.name == "log.csv":
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))
-            found[name] = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows]
+            contents[name] = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows]
         elif path.name == "state.json":
-            found[name] = json.loads(path.read_text(encoding="utf-8"))["digest"]
-    return found
+            contents[name] = json.loads(path.read_text(encoding="utf-8"))["digest"]
+    return contents
 
 
 def digest_of_tensors(path: Path) -> str:
@@ -280,17 +284,17 @@ def digest_of_tensors(path: Path) -> str:
     return sha256(json.dumps(header, sort_keys=True).encode() + content[body:]).hexdigest()
 
 
-def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
     """Return a line for each file that is missing, new or another."""
-    lines = [f"missing: {name}" for name in expected if name not in found]
-    lines += [f"not in the undisturbed run: {name}" for name in found if name not in expected]
+    lines = [f"missing: {name}" for name in expected if name not in actual]
+    lines += [f"not in the undisturbed run: {name}" for name in actual if name not in expected]
     return lines + [
-        f"differs: {name}" for name in expected if name in found and found[name] != expected[name]
+        f"differs: {name}" for name in expected if name in actual and actual[name] != expected[name]
     ]
 
 
 def leftovers(base: Path) -> list[str]:
     """Return what lies under a temporary name, or in the scratch folder."""
     scratch = [path for path in (base / "scratch").glob("*") if path.name.startswith("graft-")]
-    found = [*(base / "output").rglob(f"{TEMPORARY}*"), *(base / "models").rglob("*.part"), *scratch]
-    return [path.relative_to(base).as_posix() for path in found]
+    leftovers = [*(base / "output").rglob(f"{TEMPORARY}*"), *(base / "models").rglob("*.part"), *scratch]
+    return [path.relative_to(base).as_posix() for path in leftovers]

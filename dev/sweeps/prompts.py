@@ -129,8 +129,8 @@ class Attempts:
         after = self.files()
         problems += [Problem("wrong", f"changed: {path}") for path in sorted(changed(self.before, after))]
         self.before = after
-        told = "; ".join([*drawn.spoiled, *(["extra_data"] if extra else [])])
-        return [Problem(problem.kind, f"{told}: {problem.words}") for problem in problems]
+        spoiled = "; ".join([*drawn.spoiled, *(["extra_data"] if extra else [])])
+        return [Problem(problem.kind, f"{spoiled}: {problem.words}") for problem in problems]
 
     def prepare(self) -> None:
         """Ask the server for its nodes, and note which files lie where none may change."""
@@ -179,15 +179,15 @@ class Draw:
         return kind == "GraftTrainSteps" or "GRAFT_STATE" in sockets
 
     def inputs(self, kind: str, *groups: str) -> dict[str, Any]:
-        given = self.schemas[kind]["input"]
-        return {name: spec for group in groups for name, spec in (given.get(group) or {}).items()}
+        inputs = self.schemas[kind]["input"]
+        return {name: spec for group in groups for name, spec in (inputs.get(group) or {}).items()}
 
     def add(self, kind: str) -> str:
         """Add a node with all that it needs, and half of what it may have; return its number."""
         if kind in self.numbers:
             return self.numbers[kind]
-        number = self.numbers[kind] = str(len(self.numbers) + 1)
-        entry = self.graph[number] = node(kind)
+        node_id = self.numbers[kind] = str(len(self.numbers) + 1)
+        entry = self.graph[node_id] = node(kind)
         optional = {
             name: spec for name, spec in self.inputs(kind, "optional").items() if self.draw.random() < 0.5
         }
@@ -195,7 +195,7 @@ class Draw:
             value = self.value(kind, name, spec)
             if value is not None:
                 entry["inputs"][name] = value
-        return number
+        return node_id
 
     def value(self, kind: str, name: str, spec: Sequence[Any]) -> Any:
         """Return a valid value for an input, or a wire to what makes one."""
@@ -215,21 +215,21 @@ class Draw:
         producer, output = PRODUCERS[socket]
         return [self.add(producer), output]
 
-    def spoil(self, number: str) -> None:
+    def spoil(self, node_id: str) -> None:
         """Give an input of a node a value at the end of what is allowed, or one that is not, or none."""
-        kind = self.graph[number]["class_type"]
+        kind = self.graph[node_id]["class_type"]
         every = self.inputs(kind, "required", "optional")
         if not every:
             return
         name = self.draw.choice([name for name, spec in every.items() if is_widget(spec)] or list(every))
         if not is_widget(every[name]) or self.draw.random() < 0.03:
-            self.graph[number]["inputs"].pop(name, None)
+            self.graph[node_id]["inputs"].pop(name, None)
             self.spoiled.append(f"{kind} without {name}")
             return
         value = self.draw.choice([*edges(name, every[name]), *self.hostile])
         if name == "gpus" and is_number(value) and 1 < value <= 64:
             value = 65  # so many processes would be started
-        self.graph[number]["inputs"][name] = value
+        self.graph[node_id]["inputs"][name] = value
         self.spoiled.append(f"{kind} {name}={ascii(value)[:60]}")
 
 
@@ -251,8 +251,8 @@ def valid(name: str, spec: Sequence[Any]) -> Sequence[Any]:
         return list(menu) or [""]
     if spec[0] == "BOOLEAN":
         return (False, True)
-    found = [options["default"]] if "default" in options else []
-    return found or [{"INT": 1, "FLOAT": 1.0}.get(spec[0], "sweep")]
+    values = [options["default"]] if "default" in options else []
+    return values or [{"INT": 1, "FLOAT": 1.0}.get(spec[0], "sweep")]
 
 
 def edges(name: str, spec: Sequence[Any]) -> list[Any]:

@@ -146,9 +146,9 @@ class Target:
 
     def seen_outside(self) -> list[str]:
         """Return what the server did outside its folders since this was called last."""
-        found = self.notes.read_text(encoding="utf-8").splitlines()
+        lines = self.notes.read_text(encoding="utf-8").splitlines()
         self.notes.write_text("")
-        return found
+        return lines
 
     # --- one prompt -----------------------------------------------------------------------------------------
 
@@ -287,13 +287,13 @@ OURS = ("custom_nodes/graft/", f"{Path(__file__).resolve().parents[2]}{os.sep}")
 
 def raw_tracebacks(log: str) -> list[str]:
     """Return the errors of a log that went through Graft and were not meant for people: their last lines."""
-    found = {}
+    errors = {}
     for block in BLOCK.finditer(log):
         ours = any(place in block["frames"] for place in OURS) or "(prompt_worker)" in block["frames"]
         first = block["error"].startswith(("Exception in thread", "Exception ignored"))  # of another
         if ours and not block["chained"] and not first and not is_for_people(block["error"]):
-            found[block["error"]] = None
-    return list(found)
+            errors[block["error"]] = None
+    return list(errors)
 
 
 def is_for_people(line: str) -> bool:

@@ -150,10 +150,10 @@ class Adapter(nn.Module):
         """Return a file's parameters of this method as those that this adapter has, whatever their rank."""
         return dict(weights)
 
-    def complete(self, given: Collection[str], base: FrozenLayer | None) -> None:
+    def complete(self, present: Collection[str], base: FrozenLayer | None) -> None:
         """Set parameters that the file of a parent class lacks, so that they change nothing.
 
-        `given` are the names of the parameters that it has, already set.
+        `present` are the names of the parameters that the file has, already set.
         """
 
 
@@ -169,10 +169,10 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
     """
     for name, adapter in adapters.items():
         if name not in layers or layers[name].spec.shape != adapter.spec.shape:
-            found = f"has shape {layers[name].spec.shape}" if name in layers else "does not exist"
+            actual = f"has shape {layers[name].spec.shape}" if name in layers else "does not exist"
             raise UserError(
-                f"{name}: the LoRA was made for a layer of shape {adapter.spec.shape}, which {found} in this "
-                "base model; continue it on the base it was started on."
+                f"{name}: the LoRA was made for a layer of shape {adapter.spec.shape}, which {actual} in "
+                "this base model; continue it on the base it was started on."
             )
     with ExitStack() as undo:
         for name, adapter in adapters.items():

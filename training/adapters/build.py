@@ -75,8 +75,8 @@ def restore_adapters(
         adapters = build_adapters({path: spec for path, spec in specs.items() if path in paths}, config)
     for name, parameter in named_parameters(adapters).items():
         if name not in weights or weights[name].shape != parameter.shape:
-            found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise UserError(f"{name}: expected a tensor of shape {tuple(parameter.shape)}, found {found}.")
+            shape = tuple(weights[name].shape) if name in weights else "nothing"
+            raise UserError(f"{name}: expected a tensor of shape {tuple(parameter.shape)}, found {shape}.")
         parameter.data = weights[name].detach().to(device, torch.float32, copy=True)
     return adapters
 

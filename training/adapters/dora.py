@@ -56,9 +56,9 @@ class DoRA(LoRA):
     def factors(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter is not self.magnitude]
 
-    def complete(self, given: Collection[str], base: FrozenLayer | None) -> None:
+    def complete(self, present: Collection[str], base: FrozenLayer | None) -> None:
         """Set the magnitudes that a plain LoRA has beside its base."""
-        if "magnitude" not in given:
+        if "magnitude" not in present:
             weight = base.weight(torch.float32, self.magnitude.device) if base else None
             self.magnitude.copy_(column_lengths(_given(weight) + self.product()))
 

@@ -55,16 +55,16 @@ class Draw:
         # Millions of draws, so on the device: equal on equal devices, which is what an exact resume asks for.
         seed = rng.generator(*_current, "dropout", self.path).initial_seed()
         generator = torch.Generator(self.x.device).manual_seed(seed)
-        kept = torch.rand(self.x.shape, generator=generator, device=self.x.device) >= share
-        return self.x * kept.to(self.x.dtype) / (1 - share)
+        mask = torch.rand(self.x.shape, generator=generator, device=self.x.device) >= share
+        return self.x * mask.to(self.x.dtype) / (1 - share)
 
     def ranks(self) -> Tensor | None:
         """Return a factor for each rank component (rank,), 0 for those dropped; None where none can be."""
         share = self.config.rank_dropout
         if _current is None or not share:
             return None
-        kept = self._uniform("rank", self.config.rank) >= share
-        return kept.to(self.x.device, torch.float32, non_blocking=True) / (1 - share)
+        mask = self._uniform("rank", self.config.rank) >= share
+        return mask.to(self.x.device, torch.float32, non_blocking=True) / (1 - share)
 
     def _uniform(self, purpose: str, count: int) -> Tensor:
         assert _current is not None

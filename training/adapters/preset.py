@@ -91,8 +91,8 @@ def _module(name: str) -> tuple[str, ...]:
 def _values(rules: list[tuple[str, Mapping[str, Any]]], key: str) -> tuple[tuple[str, Any], ...]:
     kinds: dict[str, tuple[type, ...]] = {"algo": (str,), "dim": (int,), "alpha": (int, float)}
     ours = {other: name for name, method in ADAPTERS.items() for other in method.lycoris_names}
-    found = [(pattern, values[key]) for pattern, values in rules if key in values]
-    for pattern, value in found:
+    pairs = [(pattern, values[key]) for pattern, values in rules if key in values]
+    for pattern, value in pairs:
         if not isinstance(value, kinds[key]):
             raise UserError(f"preset: {pattern}: {key}: {value!r} is not a possible value.")
     return tuple(
@@ -100,7 +100,7 @@ def _values(rules: list[tuple[str, Mapping[str, Any]]], key: str) -> tuple[tuple
             pattern,
             ours.get(value, value) if key == "algo" else float(value) if key == "alpha" else value,
         )
-        for pattern, value in found
+        for pattern, value in pairs
     )
 
 

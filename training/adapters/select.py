@@ -71,17 +71,17 @@ def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: Adapte
     used = [(name, pattern, specs) for name in ("include", "exclude") for pattern in getattr(config, name)]
     for name, pairs in {**rules, "learning rates": config.lrs}.items():
         used += [(name, pattern, trained) for pattern, _ in pairs]
-    found = [
+    notes = [
         f"{name}: {pattern!r} matches no layer and changes nothing; a layer is called {next(iter(layers))}."
         for name, pattern, layers in used
         if not any(matches(path, (pattern,)) for path in layers)
     ]
     if config.tucker and not any(map(kernel_can_be_decomposed, trained.values())):
-        found.append(
+        notes.append(
             "tucker True has no effect: no trained layer is a two-dimensional convolution larger than 1x1; "
             "set targets to all, which has them where the model does."
         )
-    return found
+    return notes
 
 
 def _split_text(specs: Mapping[str, LayerSpec]) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:
@@ -113,8 +113,8 @@ def in_blocks(specs: Mapping[str, LayerSpec], family: Family, ranges: str) -> se
 
     Raises UserError for text that cannot be read and for a block that the model does not have.
     """
-    found = {name: block_of(name, family.blocks) for name in specs}
-    inside = {name: block for name, block in found.items() if block not in (None, name)}
+    block_of_layer = {name: block_of(name, family.blocks) for name in specs}
+    inside = {name: block for name, block in block_of_layer.items() if block not in (None, name)}
     blocks = list(dict.fromkeys(inside.values()))
     wanted = {blocks[index] for part in ranges.split(",") for index in _indices(part.strip(), len(blocks))}
     return {name for name, block in inside.items() if block in wanted}
@@ -138,13 +138,13 @@ def _indices(part: str, count: int) -> range:
     if part in PARTS:
         first, last = PARTS[part]
         return range(round(first * count / 3), round(last * count / 3))
-    found = re.fullmatch(r"(\d+)(?:\s*(-)\s*(\d*))?", part)
-    if not found:
+    match = re.fullmatch(r"(\d+)(?:\s*(-)\s*(\d*))?", part)
+    if not match:
         raise UserError(
             f"blocks: {part!r} is no block range; write for instance '0-11, 18, 30-', early, middle or late."
         )
-    first = int(found[1])
-    last = int(found[3]) if found[3] else count - 1 if found[2] else first
+    first = int(match[1])
+    last = int(match[3]) if match[3] else count - 1 if match[2] else first
     if not first <= last < count:
         raise UserError(f"blocks: {part!r} is not within the model's {count} blocks, 0 to {count - 1}.")
     return range(first, last + 1)

@@ -61,10 +61,10 @@ def _diffusers_folder() -> Path:
 
 def lora_file_names() -> list[str]:
     """Return the LoRA files that Graft's nodes read: those of Load LoRA, and those in output/diffusers."""
-    found = sorted(_diffusers_folder().rglob("*.safetensors"))
+    loras = sorted(_diffusers_folder().rglob("*.safetensors"))
     return [
         *listed("loras"),
-        *(_IN_DIFFUSERS + path.relative_to(_diffusers_folder()).as_posix() for path in found),
+        *(_IN_DIFFUSERS + path.relative_to(_diffusers_folder()).as_posix() for path in loras),
     ]
 
 
@@ -98,9 +98,9 @@ def listed(kind: str) -> list[str]:
 def listed_file(kinds: Sequence[str], name: str) -> Path:
     """Return the path of a name in `listed` of one of `kinds`. Raises UserError when the file is missing."""
     for kind in kinds:
-        found = folder_paths.get_full_path(kind, name)
-        if found is not None:
-            return Path(found)
+        path = folder_paths.get_full_path(kind, name)
+        if path is not None:
+            return Path(path)
     raise UserError(
         f"{name}: no such file in models/{' or models/'.join(kinds)}; put it there and refresh the page."
     )

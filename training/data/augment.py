@@ -66,8 +66,8 @@ def views_for(
         return [[View(_encoded_crop(width, height, bucket, step))] for bucket in encoded]
     return [
         [
-            View(crop, flip, _jitter(content, number, config.augment))
-            for number, crop in enumerate(crops_for(width, height, bucket, config.augment, content=content))
+            View(crop, flip, _jitter(content, index, config.augment))
+            for index, crop in enumerate(crops_for(width, height, bucket, config.augment, content=content))
             for flip in ((False, True) if config.augment.flip else (False,))
         ]
         for bucket in buckets_for(width, height, config.bucket, step=step)

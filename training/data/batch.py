@@ -220,11 +220,11 @@ class EncodedDataset:
     def _latents(self, view: int) -> Tensor:
         return self.store.read("latents", self.index.latent_key(view))["latents"].float()
 
-    def _caption(self, number: int, text: int) -> str:
-        """Return the text with key number `text` of a sample; only keys are stored, so it is made again."""
-        sample = self.images.samples[number]
+    def _caption(self, index: int, text_index: int) -> str:
+        """Return the text with key `text_index` of a sample; only keys are stored, so it is made again."""
+        sample = self.images.samples[index]
         texts = variations(sample.captions, self.images.source(sample).config)
-        return texts[text - int(self.index.text_start[number])]
+        return texts[text_index - int(self.index.text_start[index])]
 
     def _conditioning(self, key: bytes) -> Conditioning:
         tensors = self.store.read("text", key)

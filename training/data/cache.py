@@ -59,24 +59,24 @@ def encode(
     with torch.no_grad():
         index, unseen, unread, bad = _plan(work, on_progress)
         total = len(unseen) + len(unread)
-        for number, error in _encode_images(
+        for position, error in _encode_images(
             work, index, unseen, lambda done: on_progress(done, total, "Encoding images")
         ):
             if error:
-                bad[number] = error
-                log.warning("%s: %s", images.samples.names[number], error)
+                bad[position] = error
+                log.warning("%s: %s", images.samples.names[position], error)
         _require_usable(images, bad)
-        for done, number in enumerate(unread, len(unseen) + 1):
-            sample = images.samples[number]
+        for done, position in enumerate(unread, len(unseen) + 1):
+            sample = images.samples[position]
             config = images.source(sample).config
-            for text in variations(sample.captions, config) if number not in bad else ():
+            for text in variations(sample.captions, config) if position not in bad else ():
                 _encode_text(work, text, config)
             on_progress(done, total, "Encoding captions")
         for config in {source.config for source in images.sources if source.config.caption.dropout}:
             _encode_text(work, "", config)
     skipped = [
         *images.skipped,
-        *(Skipped(images.samples.names[number], reason) for number, reason in bad.items()),
+        *(Skipped(images.samples.names[position], reason) for position, reason in bad.items()),
     ]
     usable = np.flatnonzero(~np.isin(index.sample, list(bad))).astype(np.int32)
     return EncodedDataset(index, work.store, images, entries=usable, skipped=skipped)
@@ -141,8 +141,8 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
     ]
     builder, unseen, unread, bad = IndexBuilder(rules), [], [], {}
     with ContentHashes(work.store.folder) as hashes:
-        for number, sample in enumerate(samples):
-            check = partial(on_progress, number, len(samples), "Checking the cache")
+        for position, sample in enumerate(samples):
+            check = partial(on_progress, position, len(samples), "Checking the cache")
             check()
             # Texts first: they need no file, so an unusable image is still indexed with its texts.
             source, size = sources[sample.source], (sample.width, sample.height)
@@ -158,7 +158,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                     *size, content[:8].hex(), source.config, step=work.step, encoded=sample.encoded
                 )
             except UserError as error:  # BadImage, or no bucket for this size
-                bad[number] = str(error)
+                bad[position] = str(error)
             # Unusable images are indexed too, without entries, so that positions match the ImageSet.
             builder.add_sample(size, sample.source, content, texts)
             missing = False
@@ -167,15 +167,15 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                 mask_keys = [work.mask_key(view, sample, mask) for view in views]
                 offsets = [view.offset(*size) for view in views]
                 builder.add_entry(
-                    number, views[0].crop.bucket, sample.repeats, latent_keys, mask_keys, offsets
+                    position, views[0].crop.bucket, sample.repeats, latent_keys, mask_keys, offsets
                 )
                 missing = missing or any(work.lacks("latents", key) for key in latent_keys)
                 missing = missing or any(work.lacks("masks", key) for key in mask_keys)
             # One missing view is enough to open the image; `_load` skips those that are there.
             if missing:
-                unseen.append(number)
+                unseen.append(position)
             if any(work.lacks("text", key) for key in texts):
-                unread.append(number)
+                unread.append(position)
     return builder.build(), unseen, unread, bad
 
 
@@ -193,14 +193,16 @@ class _Loaded:
 
 
 def _encode_images(
-    work: _Work, index: Index, numbers: Sequence[int], report: Callable[[int], None]
+    work: _Work, index: Index, positions: Sequence[int], report: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
-    """Encode the missing views of the samples; yield each number with the reason if it is unusable, or ""."""
-    for number, loaded in zip(numbers, load_ahead(partial(_load, work, index), numbers, report), strict=True):
+    """Encode the missing views of the samples; yield each position with "" or the reason it is unusable."""
+    for position, loaded in zip(
+        positions, load_ahead(partial(_load, work, index), positions, report), strict=True
+    ):
         if isinstance(loaded, str):
-            yield number, loaded
+            yield position, loaded
             continue
-        sample = work.images.samples[number]
+        sample = work.images.samples[position]
         for item in loaded:
             if item.mask is not None and work.lacks("masks", item.mask_key):
                 work.write("masks", item.mask_key, {"mask": item.mask})
@@ -210,7 +212,7 @@ def _encode_images(
             if latents is not None:
                 stored = latents.to(_DTYPES[work.images.source(sample).config.dtype])
                 work.write("latents", item.latent_key, {"latents": stored})
-        yield number, ""
+        yield position, ""
 
 
 def _encode_pixels(work: _Work, pixels: Tensor, name: str) -> Tensor:
@@ -244,15 +246,15 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
     work.write("text", key, stored)
 
 
-def _load(work: _Work, index: Index, number: int) -> list[_Loaded] | str:
+def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:
     """Return the missing views of a sample, or why it is unusable. Runs in a thread beside the VAE."""
-    sample = work.images.samples[number]
+    sample = work.images.samples[position]
     source = work.images.source(sample)
-    content = int(index.content[number]).to_bytes(8, "little").hex()
+    content = int(index.content[position]).to_bytes(8, "little").hex()
     size = (sample.width, sample.height)
     buckets = views_for(*size, content, source.config, step=work.step, encoded=sample.encoded)
     views = [view for bucket in buckets for view in bucket]
-    first = int(index.view_start[np.searchsorted(index.sample, number)])
+    first = int(index.view_start[np.searchsorted(index.sample, position)])
     wanted = [
         _Loaded(view, index.latent_key(place), index.mask_key(place))
         for place, view in enumerate(views, first)
@@ -311,7 +313,7 @@ def _mask_at(mask: Image, image_size: Size, view: View, reduction: int) -> Tenso
 
 
 def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
-    unusable = [(images.samples[number], reason) for number, reason in bad.items()]
+    unusable = [(images.samples[position], reason) for position, reason in bad.items()]
     fatal = [Skipped(s.name, reason) for s, reason in unusable if not images.source(s).config.skip_bad]
     if fatal or len(bad) == len(images.samples):
         listed = fatal or [Skipped(sample.name, reason) for sample, reason in unusable]

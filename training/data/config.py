@@ -75,8 +75,8 @@ class CaptionConfig:
         require(self.keep_tokens >= 0, f"keep_tags must not be negative, got {self.keep_tokens}.")
         require(1 <= self.variations <= 1000, f"caption variations must be 1 to 1000, got {self.variations}.")
         for name in ("trigger", "prefix", "suffix"):
-            found = len(getattr(self, name))
-            require(found <= MOST_ADDED, f"the {name} has {found} letters; the limit is {MOST_ADDED}.")
+            length = len(getattr(self, name))
+            require(length <= MOST_ADDED, f"the {name} has {length} letters; the limit is {MOST_ADDED}.")
         require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
         require(
             self.missing != "trigger" or bool(self.trigger.strip()),
@@ -231,7 +231,7 @@ IDLE = (
 
 def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]:
     """Return a sentence for every setting that is not at its default and has no effect on these images."""
-    values, defaults = ({"images": images, **inputs_of(found)} for found in (config, DatasetConfig()))
+    values, defaults = ({"images": images, **inputs_of(part)} for part in (config, DatasetConfig()))
     return idle_notes(values, defaults, IDLE)
 
 

@@ -41,8 +41,8 @@ def from_images(
     if len(weights) == 1:
         weights = weights * len(pixels)
     table = SampleTable()
-    for number, (image, text) in enumerate(zip(pixels, texts, strict=True)):
-        table.append(_sample(number, image, text.strip(), config))
+    for index, (image, text) in enumerate(zip(pixels, texts, strict=True)):
+        table.append(_sample(index, image, text.strip(), config))
     return ImageSet(table, (Source(config, None, tuple(pixels), tuple(weights)),))
 
 
@@ -57,8 +57,8 @@ def _split_batches(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
     return single
 
 
-def _sample(number: int, image: Tensor, text: str, config: DatasetConfig) -> Sample:
-    name = f"{IN_MEMORY}{number}"
+def _sample(index: int, image: Tensor, text: str, config: DatasetConfig) -> Sample:
+    name = f"{IN_MEMORY}{index}"
     height, width, channels = image.shape
     if channels not in (3, 4) or min(height, width) < MIN_SIDE:
         raise UserError(

@@ -130,8 +130,8 @@ class IndexBuilder:
 
         For each of its views a latent key, a mask key or NO_MASK, and the crop's offset.
         """
-        number = self._buckets.setdefault(bucket, len(self._buckets))
-        self._entries.extend((sample, number, repeats))
+        bucket_index = self._buckets.setdefault(bucket, len(self._buckets))
+        self._entries.extend((sample, bucket_index, repeats))
         self._latents += b"".join(latents)
         self._masks += b"".join(masks)
         for offset in offsets:

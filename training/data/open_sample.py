@@ -30,9 +30,9 @@ def open_sample(source: Source, sample: Sample) -> tuple[UprightImage, Image | N
     """
     background, mask = source.config.background, None
     if source.root is None:
-        number = _number(sample)
-        image = image_from_array(source.pixels[number].numpy(), background=background)
-        mask = mask_from_array(source.masks[number].numpy()) if source.masks else None
+        index = _index_of(sample)
+        image = image_from_array(source.pixels[index].numpy(), background=background)
+        mask = mask_from_array(source.masks[index].numpy()) if source.masks else None
     else:
         image = read_image(source.path(sample.name), background=background)
         mask = mask_file(source, sample)
@@ -65,9 +65,9 @@ def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) 
     `digest` is for files. Raises BadImage if a file is gone, unreadable or changed since the scan.
     """
     if source.root is None:
-        number = _number(sample)
-        image = _digest(source.pixels[number])
-        mask = _digest(source.masks[number]) if source.masks else b""
+        index = _index_of(sample)
+        image = _digest(source.pixels[index])
+        mask = _digest(source.masks[index]) if source.masks else b""
     else:
         _require_unchanged(source, sample)
         image = _file_content(source.path(sample.name), digest)
@@ -108,7 +108,7 @@ def _require_unchanged(source: Source, sample: Sample) -> None:
         raise BadImage("changed after the folder was read; queue again")
 
 
-def _number(sample: Sample) -> int:
+def _index_of(sample: Sample) -> int:
     return int(sample.name.removeprefix(IN_MEMORY))
 
 

@@ -46,10 +46,10 @@ class Order:
         counts = self._batches(size)
         epoch, position = divmod(index, int(counts.sum()))
         entries, batches = self._epoch(size, seed, epoch)
-        number = int(batches[position])
+        batch = int(batches[position])
         ends = np.cumsum(counts)
-        bucket = int(np.searchsorted(ends, number, side="right"))
-        start = int(self.visits[:bucket].sum()) + size * (number - int(ends[bucket] - counts[bucket]))
+        bucket = int(np.searchsorted(ends, batch, side="right"))
+        start = int(self.visits[:bucket].sum()) + size * (batch - int(ends[bucket] - counts[bucket]))
         return entries[start : min(start + size, int(self.visits[: bucket + 1].sum()))]
 
     def _batches(self, size: int) -> Ints:

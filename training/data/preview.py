@@ -42,7 +42,7 @@ def preview(
     chosen = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int)).tolist()
     cells = list(
         load_ahead(
-            lambda number: _cell(images, images.samples[number], step, cell),
+            lambda index: _cell(images, images.samples[index], step, cell),
             chosen,
             lambda done: on_progress(done, len(chosen), "Drawing"),
         )
@@ -112,8 +112,8 @@ def _write(drawn: Image.Image, lines: Sequence[str], cell: int) -> None:
     wrapped = [part for line in lines for part in textwrap.wrap(line, cell // 6) or [""]]
     if len(wrapped) > _LINES:
         wrapped = [*wrapped[: _LINES - 1], wrapped[_LINES - 1][: cell // 6 - 3] + "..."]
-    for number, line in enumerate(wrapped):
-        place = (_MARGIN, cell + 2 * _MARGIN + number * _LINE)
+    for index, line in enumerate(wrapped):
+        place = (_MARGIN, cell + 2 * _MARGIN + index * _LINE)
         try:
             pen.text(place, line, fill=_INK, font=font)
         except UnicodeEncodeError:  # Pillow without FreeType draws Latin letters only

@@ -69,14 +69,14 @@ def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
     """
     budget = iter(range(LOOKED_AT))
     names: list[str] = []
-    for number, root in enumerate(map(Path, roots)):
+    for index, root in enumerate(map(Path, roots)):
         if not root.is_dir():  # registered, but gone
             continue
         below = []
         for child in _folders(root, count()):
             deeper = _folders(root / child, islice(budget, OF_EACH))
             below += [child, *(f"{child}/{name}" for name in deeper)]
-        names += [root.name, *(f"{root.name}/{child}" for child in below)] if number else below
+        names += [root.name, *(f"{root.name}/{child}" for child in below)] if index else below
     return list(dict.fromkeys(names))
 
 

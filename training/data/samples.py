@@ -141,8 +141,8 @@ class Texts(Sequence[str]):
         block, place = divmod(range(len(self))[index], self._BLOCK)
         if block == len(self._blocks):
             return self._last[place]
-        number, texts = self._decompressed
-        if number != block:
+        cached, texts = self._decompressed
+        if cached != block:
             texts = json.loads(zlib.decompress(self._blocks[block]))
             self._decompressed = (block, texts)  # one assignment: threads may read at the same time
         return texts[place]
@@ -280,7 +280,7 @@ def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
     tried = []
     for base in range(1, 17):
         times = [max(1, round(base * ratio / min(wanted))) for ratio in wanted]
-        rates = [number / ratio for number, ratio in zip(times, wanted, strict=True)]
+        rates = [count / ratio for count, ratio in zip(times, wanted, strict=True)]
         tried.append((max(rates) / min(rates), times))
     return next((times for error, times in tried if error <= 1.05), min(tried)[1])
 

@@ -124,9 +124,11 @@ def _node(
     kind: str, title: str, *configs: type, main: bool = False, newer: Collection[str] = (), **others: Any
 ) -> Node:
     """Return the node that shows the settings of `configs`, and `others`."""
-    shown = [found for config in configs for found in settings(config, main=main)]
-    inputs = {found.input: "" if found.default == () else found.default for found in shown}
-    return Node(kind, title, others | inputs, {*newer, *(found.input for found in shown if found.added)})
+    shown = [setting for config in configs for setting in settings(config, main=main)]
+    inputs = {setting.input: "" if setting.default == () else setting.default for setting in shown}
+    return Node(
+        kind, title, others | inputs, {*newer, *(setting.input for setting in shown if setting.added)}
+    )
 
 
 NODES: Mapping[str, Node] = {

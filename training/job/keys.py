@@ -58,7 +58,7 @@ def refused(why: str) -> Read:
 def is_off(value: Any) -> bool:
     """Return whether a key with this value asks for nothing: false, empty, or only such keys below it."""
     values = value.values() if isinstance(value, Mapping) else [value]
-    return all(found is None or found is False or found in ("", [], {}) for found in values)
+    return all(part is None or part is False or part in ("", [], {}) for part in values)
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ def text(value: Any, key: str) -> str:
 def number(value: Any, key: str) -> float:
     """Return a number, also from 1e-4, which YAML 1.1 reads as text."""
     try:
-        found = float(value)
-        if isinstance(value, bool) or math.isnan(found):
+        result = float(value)
+        if isinstance(value, bool) or math.isnan(result):
             raise UserError
-        return found
+        return result
     except (TypeError, ValueError):
         raise UserError(f"{key}: expected a number, found {value!r}.") from None
 
 
 def whole(value: Any, key: str) -> int:
     """Return a whole number, 0 or more."""
-    found = number(value, key)
-    if not found.is_integer() or found < 0:
+    result = number(value, key)
+    if not result.is_integer() or result < 0:
         raise UserError(f"{key}: expected a whole number, 0 or more; found {value!r}.")
-    return int(found)
+    return int(result)
 
 
 def flag(value: Any, key: str) -> bool:

@@ -52,7 +52,7 @@ class Job:
 
     def nodes(self, kind: str) -> list[dict[str, Any]]:
         """Return the nodes of class `kind`."""
-        return [self.prompt[number] for number in of_kind(self.prompt, kind)]
+        return [self.prompt[node_id] for node_id in of_kind(self.prompt, kind)]
 
 
 HasDataset = Callable[[str], bool]
@@ -190,7 +190,7 @@ def _unknown(name: str, known: Iterable[str], where: str, shown: str) -> UserErr
     last = {other.rpartition(".")[2]: other for other in known}
     meant = OTHER_NAMES.get(name, name)
     near = _siblings_like(meant, known, where) or [
-        shown + last[found] for found in get_close_matches(meant, last, n=3)
+        shown + last[match] for match in get_close_matches(meant, last, n=3)
     ]
     return unknown_key(name, near, where=shown + where)
 
@@ -272,10 +272,10 @@ class _Places:
 
 
 def _place_models(base: dict[str, Any], places: _Places, refusals: list[str]) -> None:
-    given = [key for key in TEXT_ENCODERS if key in base]
-    if len(given) > 3:
-        refusals.append(f"model: {len(given)} text encoders are given; a model takes at most three.")
-    slots = {key: (f"text_encoder_{slot + 1}", key, ("text_encoders",)) for slot, key in enumerate(given)}
+    encoders = [key for key in TEXT_ENCODERS if key in base]
+    if len(encoders) > 3:
+        refusals.append(f"model: {len(encoders)} text encoders are given; a model takes at most three.")
+    slots = {key: (f"text_encoder_{slot + 1}", key, ("text_encoders",)) for slot, key in enumerate(encoders)}
     files = {
         "model": ("model", "name_or_path", ("checkpoints", "diffusion_models")),
         "vae": ("vae", "vae_path", ("vae",)),
@@ -341,11 +341,11 @@ def _settings(
     What cannot be set is added to `refusals`, also where two keys set one input to different values.
     """
     settings: Settings = dict(before or {})
-    found = list(flat(values, table, shown=where))
-    given = {key for key, _, _ in found}
-    for key, value, read in found:
+    rows = list(flat(values, table, shown=where))
+    keys = {key for key, _, _ in rows}
+    for key, value, read in rows:
         with _noted(refusals):
-            if isinstance(read, Beside) and read.switch not in given and not is_off(value):
+            if isinstance(read, Beside) and read.switch not in keys and not is_off(value):
                 raise UserError(
                     f"{where}{key}: {value!r} has no effect without {where}{read.switch}: {read.why}. "
                     "Remove the key."
@@ -364,7 +364,7 @@ def _require(settings: Settings, target: str, key: str, what: str, refusals: lis
     """Return whether a key is there, and note it where it is neither there nor refused already."""
     if settings.get(target):
         return True
-    if not any(found.startswith(f"{key}:") for found in refusals):
+    if not any(refusal.startswith(f"{key}:") for refusal in refusals):
         refusals.append(f"{key}: missing; it is {what}.")
     return False
 

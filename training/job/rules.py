@@ -74,10 +74,10 @@ def convolutions(done: Settings, may: May) -> None:
 
 def scheduler(done: Settings, may: May) -> None:
     """Check the noise scheduler against the architecture."""
-    family, given = _family(may), may.get("noise_scheduler")
-    if family and given and given != _trained_by(family):
+    family, name = _family(may), may.get("noise_scheduler")
+    if family and name and name != _trained_by(family):
         raise UserError(
-            f"train.noise_scheduler: {given!r} does not go with model.arch {may['arch']!r}, which is trained "
+            f"train.noise_scheduler: {name!r} does not go with model.arch {may['arch']!r}, which is trained "
             f"by {_trained_by(family)!r}; leave it out: the model decides."
         )
 

@@ -75,21 +75,21 @@ def network_path(key: str) -> str:
 
 
 def _encoder_places(part: str, path: str, rows: int) -> list[Place]:
-    found = re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.+)", path)
-    if not found or found[2] not in _OPEN_CLIP:
+    match = re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.+)", path)
+    if not match or match[2] not in _OPEN_CLIP:
         return [Place(part, path, 0, rows)]
-    layers = _OPEN_CLIP[found[2]]
+    layers = _OPEN_CLIP[match[2]]
     share = rows // len(layers)
     return [
-        Place(part, f"text_model.encoder.layers.{found[1]}.{layer}", i * share, share)
+        Place(part, f"text_model.encoder.layers.{match[1]}.{layer}", i * share, share)
         for i, layer in enumerate(layers)
     ]
 
 
 def network_shapes(shapes: Shapes) -> dict[str, Shape]:
     """Return the network's weights, norms too, by their own paths."""
-    found = {key: _places(key, shape) for key, shape in shapes.items()}
-    return {p[0].path: shapes[key] for key, p in found.items() if p and p[0].part == NETWORK}
+    places = {key: _places(key, shape) for key, shape in shapes.items()}
+    return {p[0].path: shapes[key] for key, p in places.items() if p and p[0].part == NETWORK}
 
 
 def weight_names(shapes: Shapes) -> dict[str, Target]:
@@ -106,7 +106,10 @@ def weight_names(shapes: Shapes) -> dict[str, Target]:
             if place.rows == shape[0]:
                 names[key.removesuffix(".weight")] = Target(key, 0, shape[0])
     network = network_names(network_shapes(shapes))
-    return {**names, **{name: Target(key_of[found.key], *found[1:]) for name, found in network.items()}}
+    return {
+        **names,
+        **{name: Target(key_of[weight.key], *weight[1:]) for name, weight in network.items()},
+    }
 
 
 def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
@@ -117,10 +120,10 @@ def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
     outputs = {key: shape[0] for key, shape in shapes.items() if shape}
     matched = match_lora(file, weight_names(shapes), outputs, "the base")
     for key, layer in matched.layers.items():
-        rows, columns, found = shapes[key][0], math.prod(shapes[key][1:]), layer.shape
-        if found != (rows, columns):
+        rows, columns, shape = shapes[key][0], math.prod(shapes[key][1:]), layer.shape
+        if shape != (rows, columns):
             raise UserError(
-                f"{file.name}: {layer.name}: made for {found[0]} outputs of {found[1]} weights, but {key} "
+                f"{file.name}: {layer.name}: made for {shape[0]} outputs of {shape[1]} weights, but {key} "
                 f"has {rows} of {columns}; choose the base that the file was trained on."
             )
     return matched

@@ -69,7 +69,7 @@ def place_tensors(
     """As `convert`; also return the keys of the file that are left out, with the reasons."""
     if layout not in LAYOUTS:
         raise UserError(f"layout: {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
-    text = {name: found for name in file.methods if (found := text_layer(name))}
+    text = {name: layer for name in file.methods if (layer := text_layer(name))}
     network = _take_layers(file, file.methods.keys() - text.keys())
     tensors: dict[str, Tensor] = {}
     left_out = why_other(file)

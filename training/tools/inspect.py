@@ -94,8 +94,8 @@ def _family_names(families: list[Family], layer: LoraLayer | None) -> str:
 
 def block_of(name: str) -> str:
     """Return the part of a layer's name up to its first number: its block, whatever the layout."""
-    found = re.match(r".*?[._]\d+", name)
-    return found[0] if found else name
+    match = re.match(r".*?[._]\d+", name)
+    return match[0] if match else name
 
 
 def text(report: Report) -> str:

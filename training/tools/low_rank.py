@@ -57,11 +57,11 @@ def _require_finite(matrix: Tensor) -> None:
 
 
 def _rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
-    kept = len(s)
+    needed = len(s)
     if energy is not None:
         shares = s.double().square().cumsum(0) / s.double().square().sum().clamp_min(1e-300)
-        kept = int((shares < energy - 1e-12).sum()) + 1
-    return max(1, min(kept, rank or kept, len(s)))
+        needed = int((shares < energy - 1e-12).sum()) + 1
+    return max(1, min(needed, rank or needed, len(s)))
 
 
 def _split_evenly(u: Tensor, s: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor]:

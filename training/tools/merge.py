@@ -72,11 +72,11 @@ def merge_files(
         history.append({"file": path.name, "digest": key, "strength": strength})
         matched = match_weights(file, shapes)
         _require_computable(file, matched)
-        found, left_out = changes_of(matched, shapes, strength)
-        for name, change in found:
+        additions, left_out = changes_of(matched, shapes, strength)
+        for name, change in additions:
             changes.setdefault(name, []).append(change)
         report += [
-            f"{path.name}: merged into {len({name for name, _ in found})} weights",
+            f"{path.name}: merged into {len({name for name, _ in additions})} weights",
             *left_out_lines(left_out),
             *_share_line(file, left_out),
         ]
@@ -150,10 +150,10 @@ def changes_of(
                 left_out[f"{part.name}.{suffix}"] = "are biases without a place in the base"
                 continue
             first, rows = (0, shapes[key][0]) if is_bias else (target.first, target.rows)
-            expected, found = (rows, *shapes[key][1:]), tuple(part.tensors[suffix].shape)
-            if found != expected:
+            expected, shape = (rows, *shapes[key][1:]), tuple(part.tensors[suffix].shape)
+            if shape != expected:
                 raise UserError(
-                    f"{matched.file}: {part.name}.{suffix}: shape {found}, but {key} has {expected}; choose "
+                    f"{matched.file}: {part.name}.{suffix}: shape {shape}, but {key} has {expected}; choose "
                     "the base that the file was trained on."
                 )
             tensor = part.tensors[suffix]
@@ -257,8 +257,8 @@ def unmerge_model(model: Any, key: str, name: str) -> Any:
     """
     merged = dict(model.attachments.get(ATTACHMENT, {}))
     if key not in merged:
-        found = f"only {', '.join(known for known, _ in merged.values())}" if merged else "nothing"
-        raise NotMerged(f"{name}: not merged into this model, which holds {found}.")
+        held = f"only {', '.join(known for known, _ in merged.values())}" if merged else "nothing"
+        raise NotMerged(f"{name}: not merged into this model, which holds {held}.")
     clone = model.clone()
     for weight, added in merged.pop(key)[1].items():
         gone = {id(entry) for entry in added}
@@ -272,12 +272,12 @@ def unmerge_model(model: Any, key: str, name: str) -> Any:
 
 def digest(file: LoraFile) -> str:
     """Return 16 hex digits of a LoRA's tensors, whatever the file is called."""
-    found = _hash_layers(file)
+    hasher = _hash_layers(file)
     whole = {f"{name}.{suffix}": t for name, tensors in file.whole.items() for suffix, t in tensors.items()}
     others = {key: t for other in file.others.values() for key, t in other.tensors.items()}
     for key, tensor in sorted((whole | others).items()):
-        _add(found, key, tensor)
-    return found.hexdigest()
+        _add(hasher, key, tensor)
+    return hasher.hexdigest()
 
 
 def digest_of_layers(file: LoraFile) -> str:
@@ -286,13 +286,13 @@ def digest_of_layers(file: LoraFile) -> str:
 
 
 def _hash_layers(file: LoraFile) -> hashlib.blake2b:
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for name in sorted(file.layers):
         for suffix, tensor in sorted(file.layers[name].tensors.items()):
-            _add(found, f"{name}.{suffix}", tensor)
-    return found
+            _add(hasher, f"{name}.{suffix}", tensor)
+    return hasher
 
 
-def _add(found: hashlib.blake2b, key: str, tensor: Tensor) -> None:
-    found.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-    found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+def _add(hasher: hashlib.blake2b, key: str, tensor: Tensor) -> None:
+    hasher.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -71,12 +71,12 @@ def _is_matrix(whole: Mapping[str, Tensor]) -> bool:
 def _name_factors(
     name: str, up: Tensor, down: Tensor, magnitude: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    found = {UP: up, DOWN: down, ALPHA: torch.tensor(float(down.shape[0]))}
+    factors = {UP: up, DOWN: down, ALPHA: torch.tensor(float(down.shape[0]))}
     if magnitude is not None:
-        found[MAGNITUDE] = magnitude
+        factors[MAGNITUDE] = magnitude
     elif not name.startswith((*FLAT_PREFIXES, "lora_te")):  # PEFT's names go with PEFT's suffixes
-        found = {"lora_A.weight": down, "lora_B.weight": up}
-    return {f"{name}.{suffix}": tensor for suffix, tensor in cast_tensors(found, dtype).items()}
+        factors = {"lora_A.weight": down, "lora_B.weight": up}
+    return {f"{name}.{suffix}": tensor for suffix, tensor in cast_tensors(factors, dtype).items()}
 
 
 def _resize_layer(layer: LoraLayer, rank: int | None, energy: float | None) -> tuple[Tensor, Tensor]:

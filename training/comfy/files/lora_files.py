@@ -40,8 +40,8 @@ OTHER_PATCHES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight", ".resh
 
 def changed_at(*paths: Path) -> str:
     """Return a text that changes when one of these files does, for ComfyUI's cache."""
-    found = (path.stat() for path in paths if path.exists())
-    return " ".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in found)
+    stats = (path.stat() for path in paths if path.exists())
+    return " ".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
 
 
 def merge_lora(
@@ -128,10 +128,10 @@ def resize_lora(lora: str, rank: int, energy: float, dtype: str, name: str) -> t
 def convert_lora(lora: str, layout: str, dtype: str, base: str, name: str) -> tuple[Path, str]:
     """Write output/loras/<name>.safetensors, or output/diffusers/<name>.safetensors where Load LoRA does not
     read the layout; return its path and a report."""
-    number = None if dtype == AS_IT_IS else DTYPES[dtype]
+    torch_dtype = None if dtype == AS_IT_IS else DTYPES[dtype]
     checkpoint = None if base == NONE else model_path(base)
     path = lora_path(name) if comfy_reads(layout, base_shapes(checkpoint)) else diffusers_path(name)
-    return path, convert_file(lora_file_path(lora), path, layout, dtype=number, base=checkpoint)
+    return path, convert_file(lora_file_path(lora), path, layout, dtype=torch_dtype, base=checkpoint)
 
 
 def inspect_lora(name: str) -> str:
@@ -161,13 +161,13 @@ def _require_shapes(file: LoraFile, names: Mapping[str, Any], weights: Mapping[s
             continue
         shape = (rows[2] if rows else weights[key].shape[0], *weights[key].shape[1:])
         whole = file.whole.get(name, {})
-        found = [tuple(whole[s].shape) for s in ("diff", "w_norm", "set_weight") if s in whole]
+        shapes = [tuple(whole[s].shape) for s in ("diff", "w_norm", "set_weight") if s in whole]
         expected = shape
         if name in file.layers:
-            found, expected = [file.layers[name].shape], (shape[0], math.prod(shape[1:]))
-        if found and found[0] != expected:
+            shapes, expected = [file.layers[name].shape], (shape[0], math.prod(shape[1:]))
+        if shapes and shapes[0] != expected:
             raise UserError(
-                f"{file.name}: {name}: made for a weight of shape {found[0]}, but {key} has {expected}; "
+                f"{file.name}: {name}: made for a weight of shape {shapes[0]}, but {key} has {expected}; "
                 "choose the base that the file was trained on."
             )
 

@@ -30,9 +30,9 @@ def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
     return lora_tensors(replace(state, weights=state.result()), family)
 
 
-def images(pictures: Sequence[Image.Image]) -> Tensor:
+def images(drawn: Sequence[Image.Image]) -> Tensor:
     """Return pictures of equal size as ComfyUI's IMAGE, (B, H, W, 3) float32 from 0 to 1."""
-    arrays = [np.asarray(picture.convert("RGB"), dtype=np.float32) / 255 for picture in pictures]
+    arrays = [np.asarray(image.convert("RGB"), dtype=np.float32) / 255 for image in drawn]
     return torch.from_numpy(np.stack(arrays))
 
 

@@ -126,9 +126,9 @@ def _load(names: str, what: str, load: Any) -> Any:
     try:
         return load()
     except (RuntimeError, KeyError, ValueError, AttributeError, TypeError) as error:
-        said = str(error).strip()
+        message = str(error).strip()
         raise UserError(
-            f"{names}: ComfyUI cannot load this as {what} ({said}); choose another in Load Base Model."
+            f"{names}: ComfyUI cannot load this as {what} ({message}); choose another in Load Base Model."
         ) from error
 
 

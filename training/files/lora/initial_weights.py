@@ -78,7 +78,7 @@ def config_from_file(
     ranks = {path: layer.rank or config.rank for path, layer in layers.items()}
     alphas = {path: float(layer.tensors.get("alpha", ranks[path])) for path, layer in layers.items()}
     algorithm, rank, alpha = (_most(values) for values in (algorithms, ranks, alphas))
-    found = dataclasses.replace(
+    settings = dataclasses.replace(
         config,
         algorithm=algorithm,
         rank=rank,
@@ -94,8 +94,8 @@ def config_from_file(
         own = {
             path: (specs[path], layer.weights) for path, layer in layers.items() if layer.algorithm == name
         }
-        found = ADAPTERS[name].settings_of(found, own)
-    return found
+        settings = ADAPTERS[name].settings_of(settings, own)
+    return settings
 
 
 def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family) -> Matched:
@@ -137,20 +137,20 @@ def load_layer(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer
             f"{adapter.config.algorithm}."
         )
     parameters = dict(adapter.named_parameters())
-    given = {
+    factors = {
         name: _match_shape(tensor, name, parameters, f"{where}.{name}", adapter, layer)
         for name, tensor in adapter.adapt_factors(layer.weights).items()
     }
     # One factor takes the ratio of the two strengths, and the rest are copied as they are.
     ratio = layer.scale / adapter.scale
-    scaled = next((name for name in adapter.padded_with_zeros if name in given), None)
-    for name, tensor in given.items():
+    scaled = next((name for name in adapter.padded_with_zeros if name in factors), None)
+    for name, tensor in factors.items():
         target = parameters[name]
         if target.shape != tensor.shape and name in adapter.padded_with_zeros:
             target.zero_()
         corner = target[tuple(slice(0, side) for side in tensor.shape)]
         corner.copy_(tensor.float() * ratio if name == scaled and ratio != 1 else tensor)
-    adapter.complete(given, base)
+    adapter.complete(factors, base)
 
 
 def _match_shape(

@@ -110,7 +110,7 @@ def lora_metadata(
     time of the state in seconds since 1970 (0: unknown), after `seconds` of training.
     """
     adapter, rank = state.adapter, state.adapter.rank
-    words = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]
+    triggers = [word.strip() for word in (trigger or state.notes.get(TRIGGER, "")).split(",") if word.strip()]
     method = method_of(adapter)
     plain = method.is_plain and not adapter.algorithms
     images = state.notes.get("ss_num_train_images", "")
@@ -140,17 +140,17 @@ def lora_metadata(
         values["modelspec.date"] = moment.isoformat(timespec="seconds")
         values["ss_training_finished_at"] = finished
         values["ss_training_started_at"] = finished - seconds
-    if words:
+    if triggers:
         values |= {
-            TRIGGER: ", ".join(words),
-            "modelspec.usage_hint": f"Write {', '.join(words)} in the prompt.",
-            "trained_words": words,
-            "ss_tag_frequency": _tag_frequency(state.notes, words),
+            TRIGGER: ", ".join(triggers),
+            "modelspec.usage_hint": f"Write {', '.join(triggers)} in the prompt.",
+            "trained_words": triggers,
+            "ss_tag_frequency": _tag_frequency(state.notes, triggers),
         }
     if cover is not None:
-        picture = cover_image(cover)
-        values["ssmd_cover_images"] = [picture]
-        values["modelspec.thumbnail"] = f"data:image/jpeg;base64,{picture}"
+        thumbnail = cover_image(cover)
+        values["ssmd_cover_images"] = [thumbnail]
+        values["modelspec.thumbnail"] = f"data:image/jpeg;base64,{thumbnail}"
     return {**state.notes, **_strings({**values, **graph})}
 
 
@@ -159,10 +159,10 @@ TRIGGER = "modelspec.trigger_phrase"
 
 def cover_image(image: Tensor) -> str:
     """Return (H, W, 3) float32 in 0..1 as a small JPEG in base64."""
-    picture = Image.fromarray((image.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)[..., :3])
-    picture.thumbnail((COVER_SIDE, COVER_SIDE))
+    thumbnail = Image.fromarray((image.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)[..., :3])
+    thumbnail.thumbnail((COVER_SIDE, COVER_SIDE))
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=85)
+    thumbnail.save(buffer, "JPEG", quality=85)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -233,14 +233,14 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
     }
 
 
-def _tag_frequency(notes: Mapping[str, str], words: list[str]) -> dict[str, dict[str, int]]:
+def _tag_frequency(notes: Mapping[str, str], triggers: list[str]) -> dict[str, dict[str, int]]:
     """Return the trigger words alone: readers list every tag that they find here as a trigger word."""
     try:
         folders = parse_json(notes.get("ss_dataset_dirs", "{}"))
         counts = {title: folder["img_count"] for title, folder in folders.items()}
     except (ValueError, LookupError, TypeError, AttributeError):  # another program's, which stay as they are
         counts = {}
-    return {title: dict.fromkeys(words, count) for title, count in (counts or {"images": 1}).items()}
+    return {title: dict.fromkeys(triggers, count) for title, count in (counts or {"images": 1}).items()}
 
 
 def _is_v(sampling: Sampling) -> bool:

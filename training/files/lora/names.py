@@ -249,8 +249,8 @@ def split_text_path(path: str) -> tuple[str, str]:
 
 
 def _text_path(row: TextEncoder, rest: str) -> str | None:
-    found = row.path.fullmatch(rest)
-    return ".".join(filter(None, found.groups())) if found else None
+    match = row.path.fullmatch(rest)
+    return ".".join(filter(None, match.groups())) if match else None
 
 
 def layer_names(shapes: Shapes) -> dict[str, Target]:
@@ -705,10 +705,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def _flat(pattern: str, template: str) -> str:
     """Return a regular expression for what a rule makes of names, with underscores for dots."""
     groups = re.findall(r"\((?!\?)((?:[^()]|\(\?:[^()]*\))*)\)", pattern)
-    found = re.escape(template.rstrip("!~"))
-    for number, group in enumerate(groups, 1):
-        found = found.replace(rf"\\{number}", f"(?:{group})")
-    return found.replace(r"\.", "_")
+    expression = re.escape(template.rstrip("!~"))
+    for index, group in enumerate(groups, 1):
+        expression = expression.replace(rf"\\{index}", f"(?:{group})")
+    return expression.replace(r"\.", "_")
 
 
 _RULES = [

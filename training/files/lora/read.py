@@ -166,9 +166,9 @@ def read_lora(path: Path) -> LoraFile:
                 raise UserError(f"{where}: {beside[0]} beside factors; ComfyUI would leave the factors out.")
         layers[name] = LoraLayer(name, _check_layer(where, factors))
     if not grouped:
-        found = ", ".join(list(tensors)[:3]) or "nothing"
+        names = ", ".join(list(tensors)[:3]) or "nothing"
         raise UserError(
-            f"{path.name}: not a LoRA; it holds {found}. Choose a file of {', '.join(ADAPTERS)} weights."
+            f"{path.name}: not a LoRA; it holds {names}. Choose a file of {', '.join(ADAPTERS)} weights."
         )
     return LoraFile(path.name, layers, whole, others, other, opened.metadata)
 
@@ -216,8 +216,8 @@ def _require_finite(file: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _algorithm_of(suffixes: Iterable[str]) -> str:
     """Return the row of ADAPTERS that has the most of these suffixes, the first of several."""
-    found = set(suffixes)
-    return max(ADAPTERS, key=lambda name: len(found.intersection(ADAPTERS[name].suffixes.values())))
+    present = set(suffixes)
+    return max(ADAPTERS, key=lambda name: len(present.intersection(ADAPTERS[name].suffixes.values())))
 
 
 def _check_layer(where: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -255,12 +255,12 @@ def _check_layer(where: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_magnitude(layer: LoraLayer, where: str) -> None:
     assert layer.magnitude is not None
-    found, (rows, columns) = tuple(layer.magnitude.shape), layer.shape
-    over_inputs = len(found) >= 2 and found[0] == 1 and columns % found[1] == 0
-    count = found[1] if over_inputs else rows
-    if len(found) < 2 or layer.magnitude.numel() != count or (not over_inputs and found[0] != rows):
+    shape, (rows, columns) = tuple(layer.magnitude.shape), layer.shape
+    over_inputs = len(shape) >= 2 and shape[0] == 1 and columns % shape[1] == 0
+    count = shape[1] if over_inputs else rows
+    if len(shape) < 2 or layer.magnitude.numel() != count or (not over_inputs and shape[0] != rows):
         raise UserError(
-            f"{where}.{MAGNITUDE}: shape {found} is neither (1, {columns}), one length an input, nor "
+            f"{where}.{MAGNITUDE}: shape {shape} is neither (1, {columns}), one length an input, nor "
             f"({rows}, 1), one an output."
         )
 
