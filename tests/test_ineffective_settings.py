@@ -17,7 +17,7 @@ from graft.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from graft.training.ineffective_settings import IDLE, idle_notes, run_settings
+from graft.training.ineffective_settings import INEFFECTIVE, ineffective_notes, run_settings
 from graft.training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
 from graft.training.objective.weighting import LOSSES, WEIGHTINGS
 from graft.training.optimizer.build import OPTIMIZERS
@@ -74,7 +74,7 @@ def cases():
     """Every setting of the table, with every value of each setting that decides about it."""
     found = []
     for name in OTHER:
-        deciding = sorted({choice for row in IDLE if name in row.settings for choice in row.beside})
+        deciding = sorted({choice for row in INEFFECTIVE if name in row.settings for choice in row.beside})
         combinations = [{}]
         for choice in deciding:
             combinations = [{**known, choice: value} for known in combinations for value in CHOICES[choice]]
@@ -83,16 +83,18 @@ def cases():
 
 
 def test_every_setting_of_the_table_is_tried():
-    assert OTHER.keys() == {name for row in IDLE for name in row.settings}
-    assert CHOICES.keys() == {name for row in IDLE for name in row.beside}
+    assert OTHER.keys() == {name for row in INEFFECTIVE for name in row.settings}
+    assert CHOICES.keys() == {name for row in INEFFECTIVE for name in row.beside}
 
 
 @pytest.mark.parametrize(("name", "beside"), cases(), ids=str)
 def test_a_setting_is_said_to_have_no_effect_exactly_where_training_does_not_change(name, beside):
     plain, other = config(**beside), config(**beside, **{name: OTHER[name]})
-    told = [note for note in idle_notes(run_settings(other, FAMILY), run_settings(plain)) if name in note]
+    notes = [
+        note for note in ineffective_notes(run_settings(other, FAMILY), run_settings(plain)) if name in note
+    ]
     same = result(**beside) == result(**beside, **{name: OTHER[name]})
-    assert bool(told) == same
+    assert bool(notes) == same
 
 
 def test_the_sentence_says_what_is_needed():
@@ -102,7 +104,7 @@ def test_the_sentence_says_what_is_needed():
         schedule=ScheduleConfig(name="cosine", cycles=3),
         objective=ObjectiveConfig(std=2.0),
     )
-    assert idle_notes(run_settings(found, FAMILY), run_settings(TrainConfig())) == [
+    assert ineffective_notes(run_settings(found, FAMILY), run_settings(TrainConfig())) == [
         "cycles 3 has no effect with schedule cosine; it is for restarts.",
         "eps 1e-06 has no effect with optimizer lion.",
         "factor 4 has no effect with algorithm lora; it is for lokr.",
@@ -111,7 +113,7 @@ def test_the_sentence_says_what_is_needed():
 
 def test_a_method_that_some_layers_have_counts():
     mixed = AdapterConfig(algorithm="lokr", full_matrix=True, rank=8, algorithms=(("*mlp*", "lora"),))
-    assert not idle_notes(run_settings(TrainConfig(adapter=mixed)), run_settings(TrainConfig()))
+    assert not ineffective_notes(run_settings(TrainConfig(adapter=mixed)), run_settings(TrainConfig()))
     whole = replace(mixed, algorithms=())
-    [note] = idle_notes(run_settings(TrainConfig(adapter=whole)), run_settings(TrainConfig()))
+    [note] = ineffective_notes(run_settings(TrainConfig(adapter=whole)), run_settings(TrainConfig()))
     assert note == "rank 8 has no effect with algorithm lokr and full_matrix True."

@@ -1,4 +1,4 @@
-"""Settings that have no effect with others: IDLE, and the reason for each.
+"""Settings that have no effect beside others: INEFFECTIVE, a row for each case.
 
 The one rule: settings have the names of their widgets, which no two nodes of settings share, so the config of
 a run, that of a dataset and the inputs of a job's graph are looked up in the same way. Tests train to check
@@ -30,7 +30,7 @@ def other_than(*values: Any) -> OtherThan:
 
 
 @dataclass(frozen=True)
-class Idle:
+class Ineffective:
     """Settings that have no effect while every setting in `beside` has one of its values there."""
 
     settings: tuple[str, ...]
@@ -49,28 +49,32 @@ class Idle:
         return f"has no effect{self.on and f' on {self.on}'} with {where}{hint}"
 
 
-IDLE = (
-    Idle(("floor",), {"schedule": ("constant",)}),
-    Idle(("cycles",), {"schedule": other_than("restarts")}),
-    Idle(("power",), {"schedule": other_than("polynomial")}),
-    Idle(("d_coef",), {"optimizer": other_than("prodigy")}),
-    Idle(("beta1",), {"optimizer": ("adafactor",)}),
-    Idle(("beta2",), {"optimizer": ("adafactor", "sgd")}),
-    Idle(("eps",), {"optimizer": ("adafactor", "lion", "lion8bit", "sgd")}),
-    Idle(("ema_power",), {"ema_decay": (0.0,)}),
-    Idle(("shift",), {"resolution_shift": ("flux",)}),
-    Idle(("mean",), {"sigmas": other_than("logit-normal")}),
-    Idle(("std",), {"sigmas": other_than("logit-normal", "sigmoid")}),
-    Idle(("mode_scale",), {"sigmas": other_than("mode")}),
-    Idle(("huber_delta",), {"loss": other_than("huber", "pseudo-huber")}),
-    Idle(("min_snr_gamma",), {"weighting": other_than("min-snr")}),
-    Idle(("factor", "decompose_both", "full_matrix"), {"algorithm": other_than("lokr")}),
-    Idle(("decompose_both",), {"full_matrix": (True,)}),
-    Idle(("rank", "alpha", "rslora", "rank_dropout"), {"algorithm": ("lokr",), "full_matrix": (True,)}),
+INEFFECTIVE = (
+    Ineffective(("floor",), {"schedule": ("constant",)}),
+    Ineffective(("cycles",), {"schedule": other_than("restarts")}),
+    Ineffective(("power",), {"schedule": other_than("polynomial")}),
+    Ineffective(("d_coef",), {"optimizer": other_than("prodigy")}),
+    Ineffective(("beta1",), {"optimizer": ("adafactor",)}),
+    Ineffective(("beta2",), {"optimizer": ("adafactor", "sgd")}),
+    Ineffective(("eps",), {"optimizer": ("adafactor", "lion", "lion8bit", "sgd")}),
+    Ineffective(("ema_power",), {"ema_decay": (0.0,)}),
+    Ineffective(("shift",), {"resolution_shift": ("flux",)}),
+    Ineffective(("mean",), {"sigmas": other_than("logit-normal")}),
+    Ineffective(("std",), {"sigmas": other_than("logit-normal", "sigmoid")}),
+    Ineffective(("mode_scale",), {"sigmas": other_than("mode")}),
+    Ineffective(("huber_delta",), {"loss": other_than("huber", "pseudo-huber")}),
+    Ineffective(("min_snr_gamma",), {"weighting": other_than("min-snr")}),
+    Ineffective(("factor", "decompose_both", "full_matrix"), {"algorithm": other_than("lokr")}),
+    Ineffective(("decompose_both",), {"full_matrix": (True,)}),
+    Ineffective(
+        ("rank", "alpha", "rslora", "rank_dropout"), {"algorithm": ("lokr",), "full_matrix": (True,)}
+    ),
 )
 
 
-def idle_settings(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) -> dict[str, str]:
+def ineffective_settings(
+    values: Values, defaults: Values, rows: Sequence[Ineffective] = INEFFECTIVE
+) -> dict[str, str]:
     """Return {setting: reason} for settings that are not at their defaults and have no effect."""
     return {
         name: row.why(values)
@@ -81,10 +85,13 @@ def idle_settings(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE)
     }
 
 
-def idle_notes(values: Values, defaults: Values, rows: Sequence[Idle] = IDLE) -> list[str]:
+def ineffective_notes(
+    values: Values, defaults: Values, rows: Sequence[Ineffective] = INEFFECTIVE
+) -> list[str]:
     """Return a sentence for every setting that is not at its default and has no effect."""
     return [
-        f"{name} {_shown(values[name])} {why}." for name, why in idle_settings(values, defaults, rows).items()
+        f"{name} {_shown(values[name])} {why}."
+        for name, why in ineffective_settings(values, defaults, rows).items()
     ]
 
 

@@ -14,7 +14,7 @@ from graft.training.adapters.build import (
     attach,
     build_adapters,
     draws,
-    idle_patterns,
+    ineffective_patterns,
     initialize,
     limit_norms,
     lr_scales,
@@ -115,17 +115,17 @@ def test_layers_of_text_encoders_are_chosen_by_their_own_setting_and_no_preset()
 def test_every_pattern_that_does_nothing_is_told_with_its_setting():
     rules = {"ranks": (("blocks.9.*", 2), ("*", 4)), "lrs": (("conv_in", 0.5),)}
     config = AdapterConfig(targets="linear", exclude=("norm",), **rules)
-    told = [note.split(" matches no layer")[0] for note in idle_patterns(SPECS, FAMILY, config)]
-    assert told == ["exclude: 'norm'", "ranks: 'blocks.9.*'", "learning rates: 'conv_in'"]
+    reported = [note.split(" matches no layer")[0] for note in ineffective_patterns(SPECS, FAMILY, config)]
+    assert reported == ["exclude: 'norm'", "ranks: 'blocks.9.*'", "learning rates: 'conv_in'"]
     started = dataclasses.replace(config, start_from="a.safetensors")  # which may train any layer
-    assert len(idle_patterns(SPECS, FAMILY, started)) == 2
+    assert len(ineffective_patterns(SPECS, FAMILY, started)) == 2
 
 
 def test_tucker_is_told_to_do_nothing_where_no_kernel_can_be_decomposed():
     linear = AdapterConfig(targets="linear", tucker=True)
-    [note] = idle_patterns(SPECS, FAMILY, linear)
+    [note] = ineffective_patterns(SPECS, FAMILY, linear)
     assert note.startswith("tucker True has no effect: no trained layer")
-    assert not idle_patterns(SPECS, FAMILY, dataclasses.replace(linear, targets="all"))
+    assert not ineffective_patterns(SPECS, FAMILY, dataclasses.replace(linear, targets="all"))
 
 
 def test_learning_rates_follow_patterns_and_the_lora_plus_ratio():

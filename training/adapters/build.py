@@ -19,7 +19,7 @@ from .loha import LoHa
 from .lokr import LoKr
 from .lora import LoRA
 from .pissa import PiSSA
-from .select import first_match, for_layer, idle_patterns, matches, select
+from .select import first_match, for_layer, ineffective_patterns, matches, select
 
 ADAPTERS: Mapping[str, type[Adapter]] = {"lora": LoRA, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
 """By `AdapterConfig.algorithm`."""
@@ -147,7 +147,7 @@ __all__ = [
     "build_adapters",
     "draws",
     "for_layer",
-    "idle_patterns",
+    "ineffective_patterns",
     "initialize",
     "limit_norms",
     "lr_scales",

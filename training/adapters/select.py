@@ -59,7 +59,7 @@ def select(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig
     return chosen
 
 
-def idle_patterns(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> list[str]:
+def ineffective_patterns(specs: Mapping[str, LayerSpec], family: Family, config: AdapterConfig) -> list[str]:
     """Return a sentence for every pattern in the settings that matches no layer, and one for `tucker` where
     no trained layer has a kernel to decompose.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..config import inputs_of, require, setting
-from ..ineffective_settings import Idle, idle_notes
+from ..ineffective_settings import Ineffective, ineffective_notes
 
 FROM_FOLDER, FROM_GRAPH = "from a folder", "from the graph"
 
@@ -219,12 +219,12 @@ class DatasetConfig:
         )
 
 
-IDLE = (
-    Idle(("min_side", "max_side"), {"square": (True,)}),
-    Idle(("min_side",), {"upscale": (False,)}, on="images smaller than their bucket"),
-    Idle(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
-    Idle(("outside_mask",), {"masks": ("off",)}),
-    Idle(("captions_from",), {"images": (FROM_GRAPH,)}),
+INEFFECTIVE = (
+    Ineffective(("min_side", "max_side"), {"square": (True,)}),
+    Ineffective(("min_side",), {"upscale": (False,)}, on="images smaller than their bucket"),
+    Ineffective(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
+    Ineffective(("outside_mask",), {"masks": ("off",)}),
+    Ineffective(("captions_from",), {"images": (FROM_GRAPH,)}),
 )
 """Settings of a dataset that have no effect, by the names of their widgets."""
 
@@ -232,7 +232,7 @@ IDLE = (
 def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]:
     """Return a sentence for every setting that is not at its default and has no effect on these images."""
     values, defaults = ({"images": images, **inputs_of(part)} for part in (config, DatasetConfig()))
-    return idle_notes(values, defaults, IDLE)
+    return ineffective_notes(values, defaults, INEFFECTIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

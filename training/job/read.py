@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config import unknown_key
 from ..files.text import shortened
-from ..ineffective_settings import idle_settings
+from ..ineffective_settings import ineffective_settings
 from ..user_error import UserError
 from .graph import NODES, Prompt, graph_of, of_kind
 from .keys import DATASET_KEYS, KEYS, OTHER_NAMES, ROOT_KEYS, TEXT_ENCODERS, Beside, Read, Settings, is_off
@@ -306,7 +306,7 @@ def _without_effect(inputs: Mapping[str, Mapping[str, Any]], origin: Mapping[str
     keys = {target.partition(".")[2]: key for target, key in origin.items() if target not in EVERYWHERE}
     return [
         f"{keys[name]}: {name} {values[name]} {why}. Remove the key."
-        for name, why in idle_settings(values, defaults).items()
+        for name, why in ineffective_settings(values, defaults).items()
         if name in keys
     ]
 

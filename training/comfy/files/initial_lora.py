@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.build import build_adapters, idle_patterns, method_of, needs_base
+from ...adapters.build import build_adapters, ineffective_patterns, method_of, needs_base
 from ...adapters.select import select
 from ...config import AdapterConfig, digest
 from ...files.lora.initial_weights import build_initial_weights, config_from_file, match_layers
@@ -82,7 +82,7 @@ def summary(denoiser: ComfyDenoiser, config: AdapterConfig) -> str:
         lines.append(f"{config.algorithm}, rank {config.rank}, alpha {alpha:g}")
         lines += untrained_lines(initial)
     if not config.text_encoder:  # whose layers are not known here
-        lines += idle_patterns(denoiser.specs, denoiser.family, config)
+        lines += ineffective_patterns(denoiser.specs, denoiser.family, config)
     with torch.device("meta"):
         adapters = build_adapters(chosen, config)
     count = sum(p.numel() for a in adapters.values() for p in a.parameters() if p.requires_grad)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...adapters.build import idle_patterns
+from ...adapters.build import ineffective_patterns
 from ...config import TrainConfig
 from ...family import Family, family_of
-from ...ineffective_settings import idle_notes, run_settings
+from ...ineffective_settings import ineffective_notes, run_settings
 from ...optimizer.build import optimizer_notes
 from ...optimizer.schedule import schedule_notes
 from ..model.denoiser import ComfyDenoiser
@@ -52,9 +52,9 @@ def run_notes(
             f"{family.name} was made for images of about {made_for} px and is trained at {side:.0f}, where "
             f"it tends to draw things twice; set the resolution in Load Dataset to {made_for}."
         )
-    notes += idle_patterns(denoiser.specs, denoiser.family, config.adapter)
+    notes += ineffective_patterns(denoiser.specs, denoiser.family, config.adapter)
     notes += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
-    return notes + idle_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
+    return notes + ineffective_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
 
 
 def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:
