@@ -245,4 +245,4 @@ def test_a_training_is_asked_for_by_the_settings_without_new_widgets(graft_nodes
     for value, same in ((3, True), (4, False)):
         graph[TRAIN_STEPS]["inputs"]["newer"] = value
         assert (QueuedNode(TRAIN_STEPS, graph, {}).settings == before) is same
-        assert shown.shown_runs(graph, None)[TRAIN_STEPS]["same"] is same
+        assert shown.chart_runs(graph, None)[TRAIN_STEPS]["same"] is same

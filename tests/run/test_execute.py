@@ -36,7 +36,7 @@ from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
 from graft.training.run.folder import Run
 from graft.training.run.lock import lock_folder
-from graft.training.run.new_run_notes import restart_notes
+from graft.training.run.new_run_notes import new_run_notes
 from graft.training.run.run_log import read_log
 from graft.training.run.saved_state import open_state, save_state
 
@@ -125,7 +125,7 @@ def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text(text)
     (tmp_path / "config.json").write_text(text)
-    assert restart_notes(Run(tmp_path), CONFIG, None, 6) == []
+    assert new_run_notes(Run(tmp_path), CONFIG, None, 6) == []
     seen = []
     assert_same(go(tmp_path, 6, on_step=counting(seen)).load(), train_without_a_folder(steps=6))
     assert seen == [4, 5, 6] and "Falling back" in caplog.text

@@ -14,7 +14,7 @@ from typing import IO
 BLOCK = 1 << 20
 
 
-class Reserve:
+class DiskReserve:
     """Holds space by a file without a name, which disappears with the process however it ends."""
 
     def __init__(self, folder: Path) -> None:

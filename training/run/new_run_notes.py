@@ -20,7 +20,7 @@ SHOWN = 4
 """Differences that are listed at most."""
 
 
-def restart_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
+def new_run_notes(run: Run, config: TrainConfig, start: StateHandle | None, last: int) -> list[str]:
     """Return a sentence if Finish ended `run` before step `last`, or if it has no checkpoint to go on from
     while the last run of its name has; none if `start` comes from that run.
     """

@@ -20,7 +20,7 @@ from ..signals import raise_if_asked
 from ..state import TrainState, best_step
 from ..user_error import FileError
 from .checkpoints import Checkpoints
-from .disk_reserve import Reserve
+from .disk_reserve import DiskReserve
 from .folder import Run
 from .run_log import RunLog
 from .saved_state import StateHandle, save_state, size_in_bytes
@@ -49,7 +49,7 @@ class Watch:
         self.first = state.step
         self.size = size_in_bytes(state) * (1 if state.optimizer.name else 4)
         """Bytes of a checkpoint; estimated until the first one is written."""
-        self.reserve = Reserve(run.folder)
+        self.reserve = DiskReserve(run.folder)
         self.step = state.step
         """The last one done."""
         self.handles: Handles | None = None

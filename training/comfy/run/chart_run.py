@@ -16,7 +16,7 @@ from .session import known_runs
 TRAIN_STEPS = "GraftTrainSteps"
 
 
-def shown_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
+def chart_runs(graph: Any, workflow: Any) -> dict[str, dict[str, Any]]:
     """Return the run that each Train Steps of a graph shows, by node id.
 
     "same" is true if the run was queued with the node's settings; otherwise it is the node's latest run.

@@ -17,7 +17,7 @@ from ...model import Samples
 from ...run.checkpoints import Checkpoints, States
 from ...run.execute import execute, run_key
 from ...run.folder import Run
-from ...run.new_run_notes import restart_notes
+from ...run.new_run_notes import new_run_notes
 from ...run.queued import note_queued, run_settings
 from ...run.saved_state import StateHandle
 from .. import paths
@@ -100,7 +100,7 @@ class GraphRun:
         sizes = self.dataset.index.buckets
         notes = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
         notes += self.prompts.notes(self.family) if self.prompts else []
-        return notes + restart_notes(Run(self.folder), self.config, self.start, self.last)
+        return notes + new_run_notes(Run(self.folder), self.config, self.start, self.last)
 
     def train(self) -> StateHandle:
         """Return the state that the run hands on, training only what is missing.

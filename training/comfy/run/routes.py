@@ -22,7 +22,7 @@ from ...run.queued import settings_of
 from ...run.run_log import read_entries
 from .. import paths
 from ..versions import running_server
-from .chart_run import added_inputs, shown_runs
+from .chart_run import added_inputs, chart_runs
 from .session import known_runs, request_finish
 
 SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
@@ -78,7 +78,7 @@ async def shown(request: web.Request) -> web.Response:
         asked = await request.json()
         graph, workflow = asked["prompt"], asked.get("workflow")
         answer = await _in_thread(
-            lambda: {"runs": shown_runs(graph, workflow), "settings": settings_of(graph, added_inputs)}
+            lambda: {"runs": chart_runs(graph, workflow), "settings": settings_of(graph, added_inputs)}
         )
     except (ValueError, TypeError, LookupError, RecursionError):
         return _refused("not a graph in API form", 400)
