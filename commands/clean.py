@@ -1,4 +1,4 @@
-"""`graft clean CACHE`: remove encoded pictures and captions that no run has used for a while."""
+"""`graft clean CACHE`: remove encoded images and captions that no run has used for a while."""
 
 from __future__ import annotations
 

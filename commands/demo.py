@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="graft-demo-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         plan = prepare(plan, args, base)
-        # Of one's own pictures, the same command goes on where the last one ended, however that was.
+        # With one's own images, the same command continues where the last one ended.
         output = (out if args.dataset or args.checkpoint else base) / "output"
         options = [
             "--extra-model-paths-config", str(write_model_paths(base, args, plan)),
@@ -137,7 +137,7 @@ class Plan:
     folders: dict[str, str]
     """What is measured on: {HELD_OUT or OWN_STYLE: dataset folder as the graph names it}."""
     roots: tuple[Path, ...]
-    """Folders of images that ComfyUI has to be told of."""
+    """Folders of images to register with ComfyUI."""
     texts: tuple[str, ...]
     trained_texts: frozenset[str]
     images: int
@@ -273,10 +273,10 @@ def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float
     (out / "workflow.json").write_text(json.dumps(plan.prompt, indent=1), encoding="utf-8")
 
     measured = measure(comfy, plan, lora)
-    pictures = draw(comfy, plan, output, lora)
+    drawn = draw(comfy, plan, output, lora)
     columns = [
         Column(text, f"{'in' if text in plan.trained_texts else 'not in'} the training set", images)
-        for text, images in zip(plan.texts, pictures)
+        for text, images in zip(plan.texts, drawn)
     ]
     subtitle = (
         f"{len(losses)} steps on {plan.images} images; every column from one seed, by ComfyUI's own KSampler"
@@ -329,19 +329,19 @@ def measure(comfy: Server, plan: Plan, lora: str) -> dict[str, float]:
 
 
 def draw(comfy: Server, plan: Plan, output: Path, lora: str) -> list[list[Image.Image]]:
-    """Return a picture of every text at every strength of the LoRA: [text][variant]."""
+    """Return an image of every text at every strength of the LoRA: [text][variant]."""
     say(f"Drawing {len(plan.texts)} prompts without and with the LoRA")
     prompt, nodes = prompts.grid(plan.prompt, lora, plan.texts)
     with Bar(prompt, [node for row in nodes for node in row]) as on_event:
         outputs = comfy.run(prompt, on_event)["outputs"]
 
-    def picture(node: str) -> Image.Image:
+    def image_of(node: str) -> Image.Image:
         image = outputs[node]["images"][0]
         with Image.open(output / image["subfolder"] / image["filename"]) as file:
             drawn: Image.Image = file.convert("RGB")
             return drawn
 
-    return [[picture(node) for node in row] for row in nodes]
+    return [[image_of(node) for node in row] for row in nodes]
 
 
 def tell(report: dict[str, Any], out: Path) -> None:

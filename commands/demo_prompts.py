@@ -1,4 +1,4 @@
-"""What the demo queues, in ComfyUI's API format: shipped workflow, held-out loss, then the sample grid."""
+"""The demo's graphs in ComfyUI's API format: the shipped workflow, the held-out loss, the sample grid."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the job's graph, and say which folders ComfyUI has to be told of."""
+    """Write the job's graph, and name the folders to register with ComfyUI."""
     job = read_job(args.job)
     text = as_text(job.prompt)
     if args.output:

@@ -1,4 +1,4 @@
-"""`graft plan CHECKPOINT --card 24GB`: what a run would take by every plan, without training or loading."""
+"""`graft plan CHECKPOINT --card 24GB`: the memory of a run by every plan, without training or loading."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Programs for those who maintain Graft. They are not installed with it."""
+"""Programs for maintainers. They are not installed with Graft."""

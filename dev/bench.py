@@ -1,4 +1,4 @@
-"""Measure what only maintainers need: `python dev/bench.py NAME [--json]`; for the rest see `graft bench`."""
+"""Benchmarks for maintainers: `python dev/bench.py NAME [--json]`; for the rest see `graft bench`."""
 
 from __future__ import annotations
 

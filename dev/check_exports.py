@@ -1,4 +1,4 @@
-"""Every LoRA file that Save LoRA writes, loaded by ComfyUI and by diffusers, against what was trained.
+"""A check of every LoRA file that Save LoRA writes, loaded by ComfyUI and by diffusers.
 
     python dev/check_exports.py write OUT                 families x methods x formats x number formats
     python dev/check_exports.py comfy OUT [--comfyui DIR] through that ComfyUI's own loader, by its own Python

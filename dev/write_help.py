@@ -1,4 +1,4 @@
-"""Write what follows from the nodes' schemas: `python dev/write_help.py`, after a setting or node changed.
+"""Files that follow from the nodes' schemas: run `python dev/write_help.py` after a setting or node changed.
 
 That is the table of inputs in each page of web/docs, and the English names in locales/en. The text around the
 tables is by hand. A node without a page gets one to fill in.

@@ -1,4 +1,4 @@
-"""Load Base Model: what the LoRA is trained on."""
+"""Load Base Model: the model, text encoders and VAE that a LoRA is trained on."""
 
 from __future__ import annotations
 

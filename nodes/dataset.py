@@ -1,4 +1,4 @@
-"""From a folder, or from images in the graph, to latents and conditioning."""
+"""The dataset nodes, from Load Dataset to Split Dataset: images and captions to latents and conditioning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training Job: a job file as values on wires."""
+"""Training Job: the settings of a job file as outputs."""
 
 from __future__ import annotations
 

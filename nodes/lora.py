@@ -1,4 +1,4 @@
-"""Build LoRA: what is trained."""
+"""Build LoRA: the layers to train, their algorithm and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every node of Graft does: it checks its inputs, leaves inference mode, and its errors are readable.
+"""The base class of Graft's nodes: checked inputs, no inference mode, readable errors.
 
 ComfyUI 0.3.75 passes on whatever a client sends as a choice of a menu, and its queue ends with a message that
 its log cannot write. The one rule: a class in ALL_NODES is a `Node`.

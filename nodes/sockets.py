@@ -1,4 +1,4 @@
-"""The types that travel on Graft's wires, and the schema shim that works across ComfyUI versions."""
+"""The types of Graft's inputs and outputs, and a schema shim for ComfyUI's versions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every installation ships to start with: a tiny base, its text encoder, captioned pictures."""
+"""The starter of every installation: a tiny base, its text encoder, captioned images."""

@@ -1,4 +1,4 @@
-"""The embedded default, in every ComfyUI with Graft: a tiny base model, its text encoder, captioned images.
+"""The starter in every ComfyUI with Graft: a tiny base model, its text encoder, captioned images.
 
 So the template "first_lora" runs without a download. The text encoder is made from a seed at its first use.
 """

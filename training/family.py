@@ -1,4 +1,4 @@
-"""Model families as data: what differs between SDXL, SD3 and Flux and is not in ComfyUI's own classes.
+"""Model families as rows: what differs between SDXL, SD3 and Flux and is not in ComfyUI's own classes.
 
 A family is a row of FAMILIES, never a subclass; no other file branches on a model's name. A new model is a
 row here and its test. Only what other programs call its layers is elsewhere, in `files/lora/names.py`: such

@@ -1,4 +1,4 @@
-"""What a run changes as it goes: adapters, optimizer, average, losses. A TrainState in the making.
+"""The mutable state of a run: adapters, optimizer, average, losses. `TrainState` is its frozen copy.
 
 `snapshot` copies it all into a state. In the middle of an optimizer step, when some weights have moved and
 others have not, it refuses: whatever interrupts a run, no state is ever half a step.

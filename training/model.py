@@ -1,6 +1,6 @@
-"""What the engine asks of a model: the nouns that travel between data, objective and loop.
+"""The protocols and values between data, objective and loop: Denoiser, Encoder, Dataset, Batch.
 
-ComfyUI's models are Denoisers and Encoders in `training/comfy/`, encoded pictures a Dataset in
+ComfyUI's models are Denoisers and Encoders in `training/comfy/`, encoded images a Dataset in
 `training/data/`; the tests have theirs in `tests/support/tiny.py`.
 """
 
@@ -138,7 +138,7 @@ class Denoiser(Protocol):
 
     def free_bytes(self) -> int | None:
         """Return how many bytes of `device` a run may take, its base included, once everything else was
-        unloaded; None where nobody knows.
+        unloaded; None if unknown.
         """
         ...
 
@@ -161,7 +161,7 @@ class Denoiser(Protocol):
         ...
 
     def denoise(self, x_t: Tensor, sigma: Tensor, batch: Batch) -> Tensor:
-        """Return the denoised latents (B, C, H, W) float32 predicted at noise level `sigma` (B,)."""
+        """Return the denoised latents (B, C, H, W) float32 predicted at `sigma` (B,)."""
         ...
 
 
@@ -200,4 +200,4 @@ OnProgress = Callable[[int, int, str], None]
 
 
 def no_progress(done: int, total: int, message: str) -> None:
-    """Tell nobody."""
+    """Report nothing."""

@@ -1,4 +1,4 @@
-"""Packages that single settings need; everything else runs without them."""
+"""Optional packages, each for a single setting; everything else runs without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C let a run finish its step and save before they end the process.
+"""SIGTERM and Ctrl-C during a run: the step finishes and is saved before the process ends.
 
 Python delivers signals to the main thread only. A run in the main thread (the command line) handles them
 itself. For runs in other threads (ComfyUI's), the main thread calls `save_at_exit` once, when the extension

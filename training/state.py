@@ -1,4 +1,4 @@
-"""The value that training turns into another one: the step reached, the weights, the optimizer state.
+"""The training state: the step reached, the weights, the optimizer state. Training returns a new one.
 
 It holds everything that a step reads and changes. Saved and loaded, it is the same bit for bit.
 """

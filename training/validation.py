@@ -1,4 +1,4 @@
-"""How well a model denoises images it was not trained on: one number that compares between any two moments.
+"""The validation loss: one number for held-out images that compares between any two moments.
 
 Sigmas and noise are fixed here, in code. Every sample is measured at the same nine sigmas with the same
 noise, whatever the run's seed, so the losses of a base and of its LoRAs differ by the weights alone.

@@ -1,4 +1,4 @@
-"""`graft bench NAME [--json]`: what is measured of Graft, one row a benchmark, each in a module of its own.
+"""`graft bench NAME [--json]`: the benchmarks that users run, one row and one module each.
 
 A benchmark's module has `add_arguments(parser)` for options beyond `--json`, and `run(args)`, which prints
 its figures (as one JSON object where `args.json` is set) and returns an exit code.

@@ -1,4 +1,4 @@
-"""Random base models of the real families' widths, made of ComfyUI's own classes, and what they are fed."""
+"""Random base models at the real families' widths, built from ComfyUI's own classes, and their inputs."""
 
 from __future__ import annotations
 

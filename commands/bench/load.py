@@ -1,4 +1,4 @@
-"""Loading a base of 5 GB for training, beside plainly reading its file. `graft bench load`.
+"""The time to load a base of 5 GB for training, against a plain read of its file: `graft bench load`.
 
 SD3.5 Medium with random weights in bf16 is written to a temporary folder. In turns, in a process each, with
 the file put out of the system's cache where it lets us: its bytes are read; and it is loaded by Load Base
@@ -150,7 +150,7 @@ def peak_anonymous() -> Iterator[list[int | None]]:
 
 
 def anonymous() -> int | None:
-    """Return the bytes of this process that are in memory and of no file; None where nobody says."""
+    """Return the bytes of this process that are in memory and of no file; None if unknown."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A benchmark in a process of its own, for figures that belong to a process: peak memory, above all."""
+"""A benchmark in a process of its own, for figures such as peak memory that belong to a process."""
 
 from __future__ import annotations
 

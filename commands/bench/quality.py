@@ -1,8 +1,8 @@
-"""How fast a LoRA learns, beside ComfyUI's own TrainLoraNode: the loss on the demo's held-out images.
+"""How fast a LoRA learns, against ComfyUI's own TrainLoraNode: the loss on the demo's held-out images.
 
     graft bench quality --json
 
-Same base, pictures, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; each side runs
+Same base, images, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; each side runs
 once with each of five learning rates, and its best run counts. Both train a LoRA on every weight (`targets`
 "all"), the node also every norm and bias, its LoRA in float32 (its default, bf16, loses small steps). Losses
 are measured at fixed noise by `training.validation`; seconds are of one CPU thread without the measuring, so
@@ -196,7 +196,7 @@ def train_lora_node(
 
 
 def samples(dataset: Any) -> tuple[list[dict[str, Tensor]], list[list[Any]]]:
-    """Return the dataset as the node takes it: a latent and a conditioning for each picture."""
+    """Return the dataset as the node takes it: a latent and a conditioning for each image."""
     steady = dataset.validation()
     batches = [steady.sample(index) for index in range(len(steady))]
     positive = []

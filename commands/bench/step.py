@@ -1,4 +1,4 @@
-"""Time and memory of a training step, beside others on the same base. `graft bench step`.
+"""Time and memory of a training step, against other trainers on the same base: `graft bench step`.
 
 All train a LoRA of one rank on one random base, in one dtype and process, in turns, so a noisy machine is
 noisy for all; reported are medians. The bound is what no trainer can beat: the frozen network's forward pass
@@ -45,7 +45,7 @@ Steps = Callable[[int], list[float]]
 
 @dataclass
 class Bench:
-    """One base model and what all contenders are given of it."""
+    """One base model and the inputs of all contenders."""
 
     model: BaseModel
     patcher: Any

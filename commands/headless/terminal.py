@@ -1,4 +1,4 @@
-"""What a command says while it works: lines, and one bar that follows the server's events."""
+"""A command's output in the terminal: lines, and a bar that follows the server's events."""
 
 from __future__ import annotations
 

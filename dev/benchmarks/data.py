@@ -1,4 +1,4 @@
-"""What data costs: memory and time of choosing a batch at a million images, and encoding beside a plain loop.
+"""Cost of data: memory and time to choose a batch at a million images; encoding against a plain loop.
 
 `python dev/bench.py data --json` prints {"10000": {"index_mb", "batch_ms", "worst_ms", "build_s"},
 "100000": ..., "1000000": ..., "encode_ratio": r, "encode_ratio_vae_only": v}.

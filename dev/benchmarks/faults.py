@@ -1,9 +1,9 @@
-"""What a run survives: kills at random moments, and faults of disks, files and people.
+"""Kills at random moments, and faults of disks, files and people: does a run survive them?
 
     python dev/bench.py faults --json
 
 A run is killed with SIGKILL, at a random moment or, half of the times, inside a save (before or after a file
-is renamed or flushed), and then continued. It must end with the digest of a run that nobody disturbed: same
+is renamed or flushed), and then continued. It must end with the digest of an undisturbed run: same
 weights, optimizer memory, averages and losses, bit for bit. The other faults are the tests of that name.
 """
 

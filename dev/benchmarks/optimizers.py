@@ -1,4 +1,4 @@
-"""Optimizers beside one another on the demo: the loss on its held-out images and what their memory takes.
+"""Optimizers compared on the demo: the loss on its held-out images and the memory of their state.
 
     python dev/bench.py optimizers --json
 

@@ -1,4 +1,4 @@
-"""Files of the check of exports: what was written, what a reader makes of it, and what was trained."""
+"""Files of the check of exports: the written LoRA, what a reader loads of it, and the trained weights."""
 
 from __future__ import annotations
 

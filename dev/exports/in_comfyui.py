@@ -131,7 +131,7 @@ def read(out: Path, files: Iterable[Written], reader: str) -> Iterator[Loaded]:
             trained = differences(out, of_case[0], base)
             encoders = clip if CASES[case].text_encoder else None
             for file in of_case:
-                with warnings_kept() as warnings:
+                with captured_warnings() as warnings:
                     tensors = comfy.utils.load_torch_file(str(file.path(out)), safe_load=True)
                     model, text = comfy.sd.load_lora_for_models(patcher, encoders, tensors, 1.0, 1.0)
                     weights = {k.removeprefix(f"{NETWORK}."): v for k, v in patched(model).items()}
@@ -167,7 +167,7 @@ def weights_of(patcher: Any, clip: Any) -> dict[str, torch.Tensor]:
 
 
 def set_weights(patcher: Any, clip: Any, base: dict[str, torch.Tensor]) -> None:
-    """Give the models the weights that `write` kept. Raises ValueError where a layer has another name.
+    """Give the models the weights that `write` saved. Raises ValueError where a layer has another name.
 
     Flux's norms, which newer versions name differently, are left as they are.
     """
@@ -206,7 +206,7 @@ def patched(patcher: Any) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def warnings_kept() -> Iterator[list[str]]:
+def captured_warnings() -> Iterator[list[str]]:
     """Yield a list that gets what ComfyUI warns of, and let nothing of it be printed."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -225,9 +225,9 @@ def read(out: Path, files: Iterable[Written], reader: str) -> Iterator[Loaded]:
 def load(twin: Twin, out: Path, file: Written, reader: str, trained: Mapping[str, Tensor]) -> Loaded:
     """Load one file as `pipeline.load_lora_weights` does."""
     path = file.path(out)
-    with warnings_kept():  # of parts that a pipeline for pictures should have
+    with captured_warnings():  # of parts that a pipeline for images should have
         pipeline = pipeline_of(twin)
-    with warnings_kept() as warnings, resized(twin):
+    with captured_warnings() as warnings, resized(twin):
         try:
             pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
         except Exception as error:  # noqa: BLE001 - whatever a library says of a file is the finding
@@ -332,7 +332,7 @@ def with_sizes(constant: Any, sizes: Mapping[int, int]) -> Any:
 
 
 @contextmanager
-def warnings_kept() -> Iterator[list[str]]:
+def captured_warnings() -> Iterator[list[str]]:
     """Yield a list that gets what diffusers warns of, but for text encoders that a file does not change."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)

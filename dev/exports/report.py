@@ -1,4 +1,4 @@
-"""The report of the check of exports, and MISSING: files that a reader cannot have, each with the reason."""
+"""The report of the check of exports, and MISSING: files that a reader cannot load, with the reasons."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def flow_losses(
 
 
 def draw_sigmas(count: int, *, shift: float, generator: torch.Generator) -> Tensor:
-    """Logit-normal noise levels with SD3's shift, one from each of `count` equal slices of the distribution.
+    """Logit-normal sigmas with SD3's shift, one from each of `count` equal slices of the distribution.
 
     Slicing leaves the distribution as it is and makes the loss of a batch less noisy.
     """

@@ -1,4 +1,4 @@
-"""How well the denoiser understands its words: losses with right, no and others' captions, and samples."""
+"""Evaluation of the denoiser: losses with right, empty and wrong captions, and samples."""
 
 from __future__ import annotations
 

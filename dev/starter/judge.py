@@ -1,4 +1,4 @@
-"""A judge of drawn pictures: a small classifier that says which object and which style.
+"""A judge of generated pictures: a small classifier of object and style.
 
     python dev/starter/judge.py --work DIR
 

@@ -1,4 +1,4 @@
-"""Make the starter model from nothing, on a CPU: a small SD3-class text-to-image model that draws emoji.
+"""The starter model, trained from nothing on a CPU: a small SD3-class text-to-image model that draws emoji.
 
     python dev/starter/train.py --comfyui PATH --work DIR [stage ...]
 

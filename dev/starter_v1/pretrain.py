@@ -1,4 +1,4 @@
-"""Make the first starter model: a small SD3-class text-to-image model that draws emoji, trained on a CPU.
+"""The first starter model, trained on a CPU: a small SD3-class text-to-image model that draws emoji.
 
     python dev/starter_v1/pretrain.py --comfyui PATH --work DIR [stage ...]
 
@@ -289,7 +289,7 @@ def train_denoiser(settings: argparse.Namespace) -> None:
 
 
 def draw_sigmas(count: int, *, shift: float, generator: torch.Generator) -> Tensor:
-    """Logit-normal noise levels with SD3's shift, one from each of `count` equal slices of the distribution.
+    """Logit-normal sigmas with SD3's shift, one from each of `count` equal slices of the distribution.
 
     Slicing leaves the distribution as it is and makes the loss of a batch less noisy.
     """

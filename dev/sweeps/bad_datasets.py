@@ -1,4 +1,4 @@
-"""Folders of pictures and captions with something in them that is damaged, huge or not a file at all.
+"""Folders of images and captions with something in them that is damaged, huge or not a file at all.
 
 A sound picture, a.png, lies in each of them, with a caption unless the case brings its own.
 """

@@ -1,4 +1,4 @@
-"""Files that a stranger may hand one: damaged, lying or hostile LoRAs and checkpoints.
+"""Damaged, false or hostile LoRAs and checkpoints.
 
 One of MALFORMED must be refused by whatever reads it. One of UNUSABLE is a sound file, but must not be
 merged into a model. Of ODD something can be made.

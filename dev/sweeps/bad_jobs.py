@@ -1,4 +1,4 @@
-"""Job files and saved training states that are damaged, lie, or ask for the absurd."""
+"""Job files and saved training states that are damaged, false or absurd."""
 
 from __future__ import annotations
 

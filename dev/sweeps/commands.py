@@ -1,4 +1,4 @@
-"""Command lines: every form of a subcommand with every bad file, and numbers that no option can have.
+"""Command lines: every form of a subcommand with every bad file, and numbers outside any option's range.
 
 Counted as wrong: an exit code other than 0 and 2, a refusal that is more than one line or does not name the
 file, a malformed file that is accepted, a result with a number that is not finite, or one left by a refusal.

@@ -1,4 +1,4 @@
-"""Graphs that cases are made from: parts of the workflow that Graft brings along, on its tiny base."""
+"""Graphs for the cases: parts of Graft's own workflow, on its tiny base."""
 
 from __future__ import annotations
 

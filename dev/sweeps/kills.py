@@ -1,6 +1,6 @@
-"""A server is killed while it encodes, trains, saves or draws, started again, and given the same graph.
+"""Kills of a server while it encodes, trains, saves or draws; then it starts again with the same graph.
 
-Counted as wrong: whatever differs from a server that nobody disturbed (LoRAs, the log's losses, checkpoints
+Counted as wrong: any difference from an undisturbed server (LoRAs, the log's losses, checkpoints
 and pictures, bit for bit), files with temporary names, processes and scratch files that outlive the server.
 A case is a chain of kills of one run, at moments that are drawn from what the undisturbed one did to files.
 """
@@ -179,7 +179,7 @@ class Killing:
         return self.target.base / "output"
 
     def undisturbed(self, gpus: int) -> tuple[dict[str, Any], dict[str, int]]:
-        """Return what a run ends with that nobody disturbs, and how often each moment comes in it."""
+        """Return the results of an undisturbed run, and how often each moment comes in it."""
         if gpus not in self._undisturbed:
             prepare(self.target)  # the tiny base's text encoder, which is made once
             shutil.rmtree(self.output)

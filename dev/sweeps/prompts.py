@@ -1,4 +1,4 @@
-"""Prompts drawn at random: any node of Graft with what it needs, and in most of them a value that is none.
+"""Random prompts: any node of Graft with the inputs it needs, most of them with one invalid value.
 
 Values are valid, at the ends of what a widget allows, or hostile: of another type, huge, NaN, half of a
 letter, a path that leads out, an entry that a menu has not. Counted as wrong: a file made, moved or opened

@@ -1,6 +1,6 @@
-"""What came of a sweep: its cases, the problems of each, and the table of both.
+"""The report of a sweep: its cases, the problems of each, and the table of both.
 
-Cases are kept as lines of JSON, each written when the case is done, so a sweep that was stopped goes on.
+Cases are saved as lines of JSON, each written when the case is done, so a sweep that was stopped goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A ComfyUI with Graft that cases are tried on, and what each prompt does to it.
+"""A ComfyUI with Graft for the cases of a sweep, and a record of what each prompt does to it.
 
 A prompt may end, be refused, or take its time until Cancel. Counted are: a queue that runs nothing
 afterwards, a prompt that goes on after Cancel, an error that was not meant for people, an answer 500.

@@ -1,1 +1,1 @@
-"""What is trained: small modules beside frozen layers. One file a method."""
+"""Adapters, the trained weights: small modules beside frozen layers. One file a method."""

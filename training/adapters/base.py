@@ -1,4 +1,4 @@
-"""The base class of adapter methods: its place on a layer, dropout, and everything files and jobs ask of it.
+"""The base class of adapter methods: place on a layer, dropout, and the hooks for files and jobs.
 
 A method says how its parameters make a weight difference; a layer kind says how a weight is applied
 (`frozen_layer.LAYER_KINDS`). Neither knows the other, so N methods and M kinds are N + M pieces of code.

@@ -115,7 +115,7 @@ def _thin_gradients(
 
 
 def _add_product(layer: FrozenLayer, y: Tensor, h: Tensor, up: Tensor) -> Tensor:
-    """Return y, which nobody else has, after adding `up` applied to the channels of h."""
+    """Add `up` applied to the channels of h to y in place, and return y; no one else may hold y."""
     if layer.spec.kind == "linear":
         rows, thin = y.view(-1, y.shape[-1]), h.view(-1, h.shape[-1])
         rows.addmm_(thin, up.T)

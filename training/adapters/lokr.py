@@ -1,8 +1,8 @@
 """LoKr: a Kronecker product of a small factor and a large low-rank one (Yeh et al. 2023, arXiv:2309.14859).
 
 dW = (alpha / rank) * kron(w1, w2) with w1 (out1, in1), w2 (out2, in2, *kernel) = w2_a @ w2_b.
-`decompose_both` makes w1 a product too; where the rank saves nothing, and with `full_matrix`, a factor is
-kept whole. Two whole factors have no rank: loaders, and this, apply them at strength 1 whatever alpha is.
+`decompose_both` makes w1 a product too; where the rank saves nothing, and with `full_matrix`, a factor
+stays whole. Two whole factors have no rank: loaders, and this, apply them at strength 1 whatever alpha is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layers are trained, and with which settings: patterns over paths, block ranges, per-layer values."""
+"""The choice of trained layers and their settings: path patterns, block ranges, per-layer values."""
 
 from __future__ import annotations
 

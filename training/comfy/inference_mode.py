@@ -1,4 +1,4 @@
-"""The border to ComfyUI: it runs nodes in inference mode, and the engine computes outside of it.
+"""The switch out of inference mode, in which ComfyUI runs nodes and the engine cannot train.
 
 A tensor that was made in inference mode can never take part in a backward pass, and the engine makes states,
 adapters and conditionings in many places. So every node leaves the mode at once (`nodes/node.py`), and
@@ -16,6 +16,6 @@ import torch
 
 @contextmanager
 def leave_inference_mode() -> Iterator[None]:
-    """Compute outside inference mode, still without gradients: whoever trains turns them on."""
+    """Compute outside inference mode, still without gradients; training turns them on."""
     with torch.inference_mode(False), torch.no_grad():
         yield

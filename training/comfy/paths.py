@@ -1,4 +1,4 @@
-"""Where ComfyUI keeps things, with guards: nothing is read or written outside its folders."""
+"""ComfyUI's folders, with guards: nothing is read or written outside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode a set of images once: all images with the VAE, then all captions with the text encoders.
+"""The encoding of a set of images, once: all images with the VAE, then all captions with the text encoders.
 
 The one rule: a cache key covers everything that changes the tensor and nothing else. So an edit encodes again
 only what it must, and runs with the same cache folder share the work. VAE and text encoders are never needed

@@ -1,4 +1,4 @@
-"""Find the caption of an image: in a text file beside it, in a table, or in a name.
+"""The caption of an image: from a text file beside it, a table, or its name.
 
 The one rule: a caption that cannot be read is an error with a reason, never an empty caption.
 """

@@ -1,4 +1,4 @@
-"""Scan a folder for images with their captions, sizes and masks. Only headers are read, no pixels.
+"""The scan of a folder for images with their captions, sizes and masks. Only headers are read, no pixels.
 
 The one rule: nothing is left out silently. One error names every unusable file with its reason; the rest is
 trained only if the user allowed it. Names are sorted, so the order is the same everywhere.

@@ -1,4 +1,4 @@
-"""Read an image file of any kind as upright sRGB, and resize a crop of it to a bucket's size.
+"""Images of any file kind as upright sRGB, and their crops resized to a bucket.
 
 The one rule: no precision is lost before the crop: 16-bit images and images from a graph stay floats.
 """

@@ -1,4 +1,4 @@
-"""Open image files carefully: their size and kind, and whether they are complete, mostly without decoding.
+"""Safe opening of image files: their size and kind, and whether they are complete, mostly without decoding.
 
 The one rule: every unusable file raises BadImage with a reason that a person can act on.
 """

@@ -1,4 +1,4 @@
-"""Open a sample, from a file or from memory: its pixels and mask, and digests of their content.
+"""An opened sample, from a file or from memory: its pixels and mask, and digests of their content.
 
 The one rule: pixels never count as those of another file. As the digest is the key of the result, size and
 date are compared with the scan's before a digest is made and after pixels are read.

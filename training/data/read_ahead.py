@@ -1,4 +1,4 @@
-"""Load items ahead in threads, so that reading overlaps with computing and Cancel works at once."""
+"""Items loaded ahead in threads, so that reading overlaps with computing and Cancel works at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn the name of a dataset into its folder, which must be inside a folder that may be read.
+"""A dataset's folder from its name: always inside a folder that may be read.
 
 The one rule: a graph can only name folders inside ComfyUI's input folder or a folder registered in
 extra_model_paths.yaml; a graph from a stranger reads nothing else.

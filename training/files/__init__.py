@@ -1,1 +1,1 @@
-"""Files: checked before they are believed, and written whole or not at all."""
+"""Files: checked before use, and written whole or not at all."""

@@ -1,4 +1,4 @@
-"""Files from other people, of any kind: opening one never blocks, and reading one comes to an end."""
+"""Files from other people, of any kind: opening never blocks, and reading always ends."""
 
 from __future__ import annotations
 

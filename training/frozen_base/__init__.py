@@ -1,1 +1,1 @@
-"""The frozen base network: its layers, what a block saves for the backward pass, replaced forwards."""
+"""The frozen base network: its layers, their saved activations, and replaced forwards."""

@@ -1,4 +1,4 @@
-"""Replace and restore the forward of a module: the only way in which the engine changes a network.
+"""The replaced forward of a module: the only way in which the engine changes a network.
 
 A forward set on the instance hides that of its class; no hook, wrapper or renamed parameter is left behind.
 """

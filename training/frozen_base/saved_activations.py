@@ -1,4 +1,4 @@
-"""Saved activations: the results that a block under selective checkpointing does not compute again.
+"""Saved activations: results that a block under selective checkpointing saves instead of recomputing.
 
 The block's first pass records them in the order of its computation; its second pass replays them in that
 order. A layer that is replayed does not fetch its weight either. Compiled blocks save nothing.

@@ -1,4 +1,4 @@
-"""What the keys of a job file mean: ROOT_KEYS, KEYS and DATASET_KEYS, each key with the input it sets.
+"""The keys of a job file: ROOT_KEYS, KEYS and DATASET_KEYS, each key with the input it sets.
 
 A key is read into {"node.input": value}, where "node" is a name in NODES of `graph.py`, "run" for what
 concerns the run as a whole, or "may" for what several keys decide together (`rules.py`).

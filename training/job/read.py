@@ -314,7 +314,7 @@ def _without_effect(inputs: Mapping[str, Mapping[str, Any]], origin: Mapping[str
 def _parts(
     document: Mapping[str, Any], refusals: list[str]
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """Return the process of a job file, and its datasets apart; `refusals` is told where there are none."""
+    """Return the process of a job file, and its datasets apart; a lack of datasets goes to `refusals`."""
     config = document.get("config")
     processes = config.get("process") if isinstance(config, Mapping) else None
     if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], Mapping):
@@ -336,7 +336,7 @@ def _settings(
     *,
     before: Settings | None = None,
 ) -> Settings:
-    """Return what the keys of `values` set, beside what was set before; `origin` is told which key set what.
+    """Return what the keys of `values` set, beside what was set before; `origin` notes the key of each.
 
     What cannot be set is added to `refusals`, also where two keys set one input to different values.
     """

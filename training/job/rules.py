@@ -1,4 +1,4 @@
-"""What several keys of a job file decide together: RULES, from what each key said to the nodes' inputs.
+"""RULES: the nodes' inputs that several keys of a job file decide together.
 
 A rule reads `may`, what the keys left open, and sets inputs in `done`; UserError where keys clash.
 """

@@ -1,4 +1,4 @@
-"""A YAML file as plain values, even if it was written to do harm.
+"""A YAML file, even a hostile one, as plain values.
 
 The one rule: it takes no more time and memory than its size warrants, and every error is a UserError.
 """

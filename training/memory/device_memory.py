@@ -1,4 +1,4 @@
-"""The memory of a device: what is free, in use, and at most in use; and a limit for this process."""
+"""The memory of a device: free, in use, peak; and a limit for this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimate the memory and the operations of a step without computing it.
+"""An estimate of a step's memory and operations, without computing it.
 
 The model's own forward and backward pass runs on fake tensors, which have shapes and no numbers, with
 adapters and checkpointing as in the run. Nothing else about the network needs to be known. Whole numbers are

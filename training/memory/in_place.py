@@ -1,4 +1,4 @@
-"""Networks that change saved tensors in place: every such change is noticed, and copies make it harmless.
+"""Networks that change saved tensors in place: a detector of such changes, and copies that prevent harm.
 
 Networks written for sampling save memory that way. Autograd notices and refuses, except in a recomputed
 block: there torch's checkpoint hands on the tensors as they are by then, and the gradient is wrong. Here the

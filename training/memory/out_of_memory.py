@@ -1,4 +1,4 @@
-"""Which errors mean that a device ran out of memory. What to do then is up to `placement.py`."""
+"""Errors that mean a device ran out of memory. `placement.py` decides what to do then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's hold of the base: by one memory plan of a list, and by the next one when memory runs out.
+"""The base on its devices during a run: by one memory plan, and by the next when memory runs out.
 
 A step that ran out of memory is computed again by the next plan. Plans of one list only move data or compute
 it twice, so the result is that of a larger device, bit for bit if kernels are deterministic. If compiling

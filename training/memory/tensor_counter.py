@@ -1,4 +1,4 @@
-"""Count the bytes of live tensors, now and at the peak: an allocator's view, on any device, also the CPU.
+"""A counter of the bytes of live tensors, now and at the peak, on any device, also the CPU.
 
 Every storage that an operation creates counts from its creation until nothing refers to it.
 """

@@ -1,4 +1,4 @@
-"""Where a frozen layer's weight is stored, and the function (`Fetch`) that brings it to the device.
+"""The storage of a frozen layer's weight, and the function (`Fetch`) that brings it to the device.
 
 Only weights of the repeated blocks, which are most of the memory, are quantized or offloaded to host memory.
 """

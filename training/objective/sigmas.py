@@ -1,4 +1,4 @@
-"""Which sigmas are sampled: distributions of the timestep, and its shift by image size.
+"""The sigmas of training: distributions of the timestep, and its shift by image size.
 
 A timestep t runs from 0 (the clean image) to 1 (pure noise). For a rectified-flow model it is sigma itself,
 for every other model the place in the schedule, by `percent_to_sigma`.

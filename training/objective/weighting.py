@@ -1,4 +1,4 @@
-"""How an error counts: the space it is measured in, its shape, and its weight at each sigma.
+"""The loss of an error: the space it is measured in, its shape, and its weight at each sigma.
 
 What a sigma means is measured on the model's own `model_sampling` (`Level`), so one formula serves every
 model type, and a weight means the same whatever the network predicts.

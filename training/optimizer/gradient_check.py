@@ -1,4 +1,4 @@
-"""Which parameters no gradient reaches: the costliest mistake is a part that silently never learns.
+"""A check for parameters that no gradient reaches, which would silently never learn.
 
 A LoRA's `down` gets its first gradient at step 2, when `up` is no longer zero, so the check ends then. With
 dropout of whole modules it ends when chance can hardly explain a gap. Optimizers that do not move the weights

@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks, for every system: Lion and StableAdamW. Both keep float32 state."""
+"""Lion and StableAdamW, which torch lacks, in plain PyTorch with float32 state."""
 
 from __future__ import annotations
 

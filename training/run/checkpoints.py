@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are sound, which one a run hands on, which are pinned and which may go."""
+"""The checkpoints of a run: which are sound, which one is the result, which are pinned and which may go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: where each of its files lies.
+"""The folder of a run, and the places of its files.
 
 It holds `config.json`, `queued.json`, `log.jsonl`, `log.csv`, `lock`, `checkpoints/step-<n>/`, LoRAs in
 `loras/`, sample images in `samples/` and, if the settings ask for them, `log.sqlite` and `tensorboard/`.

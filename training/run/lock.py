@@ -21,7 +21,7 @@ NAME = "lock"
 LOCKED = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 """Errors for a lock that another process holds; any other error means a drive without locks."""
 OFFSET = 1 << 20
-"""The byte that is locked: after the text, because Windows lets nobody read a locked byte."""
+"""The byte that is locked: after the text, because Windows lets no process read a locked byte."""
 
 
 @contextmanager

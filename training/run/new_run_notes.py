@@ -1,4 +1,4 @@
-"""Why a run starts from step 0 instead of going on, for people who expected it to go on.
+"""Notes on why a new run starts from step 0 instead of continuing an earlier one.
 
 Changing a setting that decides the result makes another run, in a folder of its own.
 """

@@ -1,4 +1,4 @@
-"""Images about a run, drawn with Pillow alone: a labeled grid of samples, and a plot of the loss."""
+"""Plots of a run, drawn with Pillow alone: a labeled grid of samples, and the loss by step."""
 
 from __future__ import annotations
 

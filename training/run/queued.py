@@ -1,4 +1,4 @@
-"""Which graphs a run was queued from: digests of a Train Steps' settings and of everything before it.
+"""The graphs that a run was queued from: digests of a Train Steps' settings and of everything before it.
 
 A run's folder keeps the digests it was queued with. They tell which run belongs to a graph, also after the
 server was restarted. The id of the workflow does not: a graph that is opened from an image has the same one.

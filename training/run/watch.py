@@ -1,4 +1,4 @@
-"""What happens around the steps of a run: its log, its checkpoints, and a disk that fills up or goes away."""
+"""The work around the steps of a run: its log, its checkpoints, and a disk that fills up or disappears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert a LoRA between layouts and number formats: names and factors change, what it computes does not.
+"""Conversion of a LoRA between layouts and number formats: names and factors change, its result does not.
 
 | layout    | name of a layer                       | factors            | alpha                   |
 | kohya     | lora_unet_<path with underscores>     | lora_down, lora_up | kept                    |

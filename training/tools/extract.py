@@ -1,4 +1,4 @@
-"""Extract a LoRA from two models: the difference of their weights, layer by layer, at a chosen rank."""
+"""Extraction of a LoRA from two models: the difference of their weights, layer by layer, at a chosen rank."""
 
 from __future__ import annotations
 

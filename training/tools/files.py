@@ -1,4 +1,4 @@
-"""What all tools share: where results may go, and the report on keys that were left out."""
+"""Helpers of all tools: where results may go, and the report on keys that were left out."""
 
 from __future__ import annotations
 

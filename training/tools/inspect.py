@@ -1,4 +1,4 @@
-"""Inspect a LoRA: method, ranks, alphas, size, how much it changes each block, and what its metadata says."""
+"""A summary of a LoRA: method, ranks, alphas, size, how much it changes each block, and its metadata."""
 
 from __future__ import annotations
 

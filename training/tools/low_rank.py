@@ -1,4 +1,4 @@
-"""A matrix's best approximation of lower rank: its largest singular values (Eckart and Young 1936)."""
+"""The best approximation of a matrix at a lower rank: its largest singular values (Eckart and Young 1936)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merge LoRAs into a checkpoint file, or one into a ComfyUI MODEL and out of it again.
+"""Merging of LoRAs into a checkpoint file, or of one into a ComfyUI MODEL and out of it again.
 
 A checkpoint is copied tensor by tensor, and its metadata lists what was merged. In a MODEL nothing is
 subtracted: patches are added, and the same patches are removed. So merging twice, and unmerging what was not

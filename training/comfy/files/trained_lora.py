@@ -1,4 +1,4 @@
-"""What a training state becomes in ComfyUI: a patched MODEL, a LORA_MODEL, a loss map, a file."""
+"""A training state as ComfyUI's values: a patched MODEL, a LORA_MODEL, a loss map, a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lora_model(state: TrainState, family: Family) -> dict[str, Tensor]:
 
 
 def images(drawn: Sequence[Image.Image]) -> Tensor:
-    """Return pictures of equal size as ComfyUI's IMAGE, (B, H, W, 3) float32 from 0 to 1."""
+    """Return images of equal size as ComfyUI's IMAGE, (B, H, W, 3) float32 from 0 to 1."""
     arrays = [np.asarray(image.convert("RGB"), dtype=np.float32) / 255 for image in drawn]
     return torch.from_numpy(np.stack(arrays))
 

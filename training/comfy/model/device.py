@@ -1,4 +1,4 @@
-"""What ComfyUI knows about a compute device: which dtypes to use there, and how much memory is free."""
+"""ComfyUI's view of a compute device: the dtypes to use there and the free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make networks whose code was written for sampling differentiable, for the duration of a run.
+"""Changes that make ComfyUI's sampling-only networks differentiable for the duration of a run.
 
 ComfyUI's Flux blocks add to their residual stream in place after a norm has saved it for the backward pass.
 The code stays ComfyUI's: the readers of the stream get a copy of it, as an out-of-place addition would have

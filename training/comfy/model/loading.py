@@ -1,4 +1,4 @@
-"""Load a base model from ComfyUI's folders: one checkpoint, or several files, as usual for SD3.5 and Flux."""
+"""Base models from ComfyUI's folders: one checkpoint, or several files, as usual for SD3.5 and Flux."""
 
 from __future__ import annotations
 

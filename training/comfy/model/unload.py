@@ -1,4 +1,4 @@
-"""Bring models to rest: in host memory, with the weights of their files.
+"""Unloading of models: back to host memory, with the weights of their files.
 
 In a loaded model, ComfyUI may have merged a LoRA into the weights that all clones share, or cast small ones.
 `unload_all_models` skips models that compute on the CPU, often text encoders.

@@ -1,4 +1,4 @@
-"""The base weights during a run: the engine owns them, and gives them back as they were.
+"""The base weights during a run: owned by the engine, and given back unchanged.
 
 ComfyUI executes nodes in inference mode, and on NVIDIA newer versions cast weights into one buffer that the
 next layer overwrites. Autograd can save neither. So inside `hold_weights` every frozen layer computes through

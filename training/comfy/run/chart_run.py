@@ -1,4 +1,4 @@
-"""Which run a Train Steps shows in the editor: the one that was queued with its present settings."""
+"""The run that a Train Steps charts in the editor: the one queued with its present settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run that a Train Steps of a queued graph asks for: its folder, its notes, how it is trained."""
+"""The run that a Train Steps of a queued graph asks for: its folder, its notes and its training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a person should know of a run before it costs time: a distilled base, patches, captions that are
-encoded again, a resolution that the base was not made for, settings without effect."""
+"""Notes on a run before it starts: a distilled base, patches, captions that are encoded again, a resolution
+that the base was not made for, settings without effect."""
 
 from __future__ import annotations
 

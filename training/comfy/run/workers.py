@@ -1,6 +1,6 @@
 """Train Steps on several GPUs of this machine: torchrun starts a process for each.
 
-The processes execute the queued graph up to Train Steps (`graft worker`) and keep the run where this process
+The processes execute the queued graph up to Train Steps (`graft worker`) and save the run where this process
 finds it. This process follows the run's log. Train Steps that come before were trained here; the processes
 only read their runs.
 """

@@ -1,4 +1,4 @@
-"""Find the layers of a LoRA file in a model by their names, and join the parts of fused layers."""
+"""The layers of a LoRA file matched to a model by their names, and the parts of fused layers joined."""
 
 from __future__ import annotations
 

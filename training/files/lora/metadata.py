@@ -1,4 +1,4 @@
-"""What a LoRA file says about itself: sd-scripts' `ss_*` keys, `modelspec.*`, and ComfyUI's own.
+"""The metadata of a LoRA file: sd-scripts' `ss_*` keys, `modelspec.*`, and ComfyUI's own.
 
 `run_metadata` is written down when training starts and travels with the state; `lora_metadata` adds what is
 known when the file is saved. Values are strings, spelled as kohya's sd-scripts spells them

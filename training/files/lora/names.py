@@ -1,4 +1,4 @@
-"""What LoRA files call the layers of a model: one table for reading, writing and checking names.
+"""Names of layers in LoRA files: one table for reading, writing and checking them.
 
 A file names a layer by a prefix and a path. The path is ComfyUI's own or another program's (`Spelling`),
 which may split a fused layer or order its outputs differently. Files are read under every prefix; ComfyUI

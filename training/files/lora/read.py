@@ -1,4 +1,4 @@
-"""A LoRA file as it is read: in any spelling, its layers checked.
+"""The reading of a LoRA file: any spelling, every layer checked.
 
 The names of a file's layers are left as they are here; `match.py` finds the layers in a model by them.
 """

@@ -1,4 +1,4 @@
-"""A LoRA file as it is written: layers under names that every ComfyUI reads, factors, alpha, digests.
+"""The writing of a LoRA file: layers under names that every ComfyUI reads, factors, alpha, digests.
 
 Keys are kohya's, `<prefix><module path with underscores>.<suffix>` and `.alpha`. A family without that prefix
 has `diffusion_model.<module path>` before the suffixes; where diffusers knows it, plain LoRA is written as by
