@@ -149,7 +149,7 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
         chosen = {name: value for name, value in {**defaults, **settings}.items() if name in known}
         batch, in_lists = bench.batch, schema.is_input_list
         text, samples = batch.conditioning[0], [{"samples": sample} for sample in batch.latents.split(1)]
-        chosen = {
+        fixed = {
             "model": bench.patcher,
             "latents": 2 * samples,  # 0.3.75 takes no single one
             "positive": [[text["cross_attn"], {"pooled_output": text["pooled_output"]}]],
@@ -160,7 +160,7 @@ def train_lora_node(**settings: Any) -> Callable[[Bench], Steps]:
         TrainLoraNode.hidden = None
 
         def steps(count: int) -> list[float]:
-            arguments = {**chosen, "steps": count + 1}
+            arguments = {**fixed, "steps": count + 1}
             if in_lists:
                 arguments = {n: value if n == "latents" else [value] for n, value in arguments.items()}
             moments: list[float] = []

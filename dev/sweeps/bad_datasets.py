@@ -1,6 +1,6 @@
 """Folders of images and captions with something in them that is damaged, huge or not a file at all.
 
-A sound picture, a.png, lies in each of them, with a caption unless the case brings its own.
+A sound image, a.png, lies in each of them, with a caption unless the case brings its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Extra:
-    """What a case puts beside the sound picture."""
+    """What a case puts beside the sound image."""
 
     add: Add
     named: str = ""
@@ -36,7 +36,7 @@ class Extra:
     refused: bool | None = True
     """None: it may be refused or work, as long as Cancel does."""
     caption: bool = True
-    """Whether the sound picture has a caption besides."""
+    """Whether the sound image has a caption besides."""
 
 
 def write(**files: bytes | str) -> Add:
@@ -55,13 +55,13 @@ def named(name: str, content: bytes) -> Add:
 
 
 def caption(content: bytes | str, suffix: str = "txt", **options: Any) -> Extra:
-    """Return a case whose sound picture has this caption file."""
-    options = {"refused": None, "named": "a.", **options}  # the picture or its caption
+    """Return a case whose sound image has this caption file."""
+    options = {"refused": None, "named": "a.", **options}  # the image or its caption
     return Extra(write(**{f"a__{suffix}": content}), caption=False, **options)
 
 
-def picture(content: bytes, name: str = "b.png", *, refused: bool | None = True) -> Extra:
-    """Return a case with a second picture, and its caption."""
+def image(content: bytes, name: str = "b.png", *, refused: bool | None = True) -> Extra:
+    """Return a case with a second image, and its caption."""
 
     def add(folder: Path) -> None:
         (folder / name).write_bytes(content)
@@ -114,7 +114,7 @@ def latents(**changes: Any) -> Extra:
     """Return a case with cached latents, sound but for `changes`."""
     sound = {"latents": np.zeros((16, 8, 8), np.float32), "original_size": np.array([64, 64])}
     content = {name: value for name, value in {**sound, **changes}.items() if value is not None}
-    return picture(npz(**content), "b.npz")
+    return image(npz(**content), "b.npz")
 
 
 def deep_folders(folder: Path) -> None:
@@ -154,18 +154,18 @@ SPECIAL: Mapping[str, Extra] = {
 }
 NAMES: Mapping[str, Extra] = {
     "name that is no UTF-8, without a caption": Extra(named(f"{BROKEN_NAME}.png", drawn()), BROKEN_NAME),
-    "name that is no UTF-8, with a caption": picture(drawn(), f"{BROKEN_NAME}.png", refused=None),
-    "name that is no UTF-8, damaged": picture(b"no picture", f"{BROKEN_NAME}.png"),
+    "name that is no UTF-8, with a caption": image(drawn(), f"{BROKEN_NAME}.png", refused=None),
+    "name that is no UTF-8, damaged": image(b"no picture", f"{BROKEN_NAME}.png"),
     "caption's name is no UTF-8": Extra(named(f"{BROKEN_NAME}.txt", b"b"), refused=False),
     "folder whose name is no UTF-8": Extra(lambda f: (f / BROKEN_NAME).mkdir(), refused=False),
-    "name with a line break, damaged": picture(b"no picture", "b\n[ERROR].png"),
-    "name with colors, damaged": picture(b"no picture", "\x1b[31mb.png"),
-    "name of 255 bytes": picture(drawn(), "b" * 251 + ".png", refused=None),
-    "name that is a format": picture(b"no picture", "%s{0}.png"),
-    "name right to left": picture(b"no picture", "\u202ebad.png"),
-    "name of a trigger": picture(b"no picture", "[trigger].png"),
-    "name of a drive": picture(b"no picture", "C:\\x.png"),
-    "only dots": picture(b"no picture", "a..png"),
+    "name with a line break, damaged": image(b"no picture", "b\n[ERROR].png"),
+    "name with colors, damaged": image(b"no picture", "\x1b[31mb.png"),
+    "name of 255 bytes": image(drawn(), "b" * 251 + ".png", refused=None),
+    "name that is a format": image(b"no picture", "%s{0}.png"),
+    "name right to left": image(b"no picture", "\u202ebad.png"),
+    "name of a trigger": image(b"no picture", "[trigger].png"),
+    "name of a drive": image(b"no picture", "C:\\x.png"),
+    "only dots": image(b"no picture", "a..png"),
 }
 CAPTIONS: Mapping[str, Extra] = {
     "10 MB of words": caption("word " * (2 * MB)),
@@ -211,34 +211,34 @@ CAPTIONS: Mapping[str, Extra] = {
     ),
 }  # fmt: skip
 PICTURES: Mapping[str, Extra] = {
-    "no bytes": picture(b""),
-    "text": picture(b"no picture"),
-    "cut off": picture(drawn(size=(512, 512), mode="L")[:-40]),
-    "one byte wrong": picture(drawn()[:50] + b"\xff" + drawn()[51:]),
-    "size of 60,000 x 60,000": picture(png(60_000, 60_000)),
-    "size of 2^31": picture(png(2**31 - 1, 2**31 - 1)),
-    "size of nothing": picture(png(0, 64)),
-    "size that its pixels have not": picture(png(512, 512)),
-    "text of 100 MB in it": picture(
+    "no bytes": image(b""),
+    "text": image(b"no picture"),
+    "cut off": image(drawn(size=(512, 512), mode="L")[:-40]),
+    "one byte wrong": image(drawn()[:50] + b"\xff" + drawn()[51:]),
+    "size of 60,000 x 60,000": image(png(60_000, 60_000)),
+    "size of 2^31": image(png(2**31 - 1, 2**31 - 1)),
+    "size of nothing": image(png(0, 64)),
+    "size that its pixels have not": image(png(512, 512)),
+    "text of 100 MB in it": image(
         png(64, 64, (b"zTXt", b"a\0\0" + zlib.compress(bytes(100 * MB)))), refused=None
     ),
-    "color profile of noise": picture(
+    "color profile of noise": image(
         png(64, 64, (b"iCCP", b"a\0\0" + zlib.compress(b"noise" * 99))), refused=None
     ),
-    "one pixel": picture(drawn(size=(1, 1)), refused=None),
-    "1 x 20,000": picture(drawn(size=(1, 20_000)), refused=None),
-    "16 bits": picture(drawn("I;16"), refused=None),
-    "CMYK": picture(drawn("CMYK", format="JPEG"), "b.jpg", refused=None),
-    "JPEG cut off": picture(drawn(format="JPEG")[:-200], "b.jpg"),
-    "EXIF of noise": picture(
+    "one pixel": image(drawn(size=(1, 1)), refused=None),
+    "1 x 20,000": image(drawn(size=(1, 20_000)), refused=None),
+    "16 bits": image(drawn("I;16"), refused=None),
+    "CMYK": image(drawn("CMYK", format="JPEG"), "b.jpg", refused=None),
+    "JPEG cut off": image(drawn(format="JPEG")[:-200], "b.jpg"),
+    "EXIF of noise": image(
         drawn(format="JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff"), "b.jpg", refused=None
     ),
-    "GIF cut off": picture(drawn("P", format="GIF")[:-10], "b.gif", refused=None),
-    "WebP cut off": picture(drawn(format="WEBP")[:-20], "b.webp"),
-    "TIFF that leads nowhere": picture(b"II*\0\xff\xff\xff\x7f", "b.tif"),
-    "BMP of 2 GB": picture(b"BM\xff\xff\xff\x7f" + bytes(50), "b.bmp"),
-    "SVG": picture(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "b.png"),
-    "HEIC": picture(b"\0\0\0\x18ftypheic" + bytes(100), "b.png"),
+    "GIF cut off": image(drawn("P", format="GIF")[:-10], "b.gif", refused=None),
+    "WebP cut off": image(drawn(format="WEBP")[:-20], "b.webp"),
+    "TIFF that leads nowhere": image(b"II*\0\xff\xff\xff\x7f", "b.tif"),
+    "BMP of 2 GB": image(b"BM\xff\xff\xff\x7f" + bytes(50), "b.bmp"),
+    "SVG": image(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "b.png"),
+    "HEIC": image(b"\0\0\0\x18ftypheic" + bytes(100), "b.png"),
     "mask of another size": Extra(named("a-mask.png", drawn("L", (7, 9))), refused=None),
     "mask cut off": Extra(named("a-mask.png", drawn("L", (512, 512))[:-40]), "a-mask.png"),
     "mask of 60,000 x 60,000": Extra(named("a-mask.png", png(60_000, 60_000)), "a-mask.png"),
@@ -249,8 +249,8 @@ PICTURES: Mapping[str, Extra] = {
     "folder of 0 repeats": Extra(lambda f: (f / "0_x").mkdir(), refused=None),
 }  # fmt: skip
 LATENTS: Mapping[str, Extra] = {
-    "no zip": picture(b"no zip", "b.npz"),
-    "cut off": picture(npz(latents=np.zeros((16, 8, 8), np.float32))[:-30], "b.npz"),
+    "no zip": image(b"no zip", "b.npz"),
+    "cut off": image(npz(latents=np.zeros((16, 8, 8), np.float32))[:-30], "b.npz"),
     "NaN": latents(latents=np.full((16, 8, 8), np.nan, np.float32)),
     "infinity": latents(latents=np.full((16, 8, 8), np.inf, np.float32)),
     "objects": latents(latents=np.array([Runs("was-run")] * 3, object)),

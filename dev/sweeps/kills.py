@@ -1,7 +1,7 @@
 """Kills of a server while it encodes, trains, saves or draws; then it starts again with the same graph.
 
 Counted as wrong: any difference from an undisturbed server (LoRAs, the log's losses, checkpoints
-and pictures, bit for bit), files with temporary names, processes and scratch files that outlive the server.
+and images, bit for bit), files with temporary names, processes and scratch files that outlive the server.
 A case is a chain of kills of one run, at moments that are drawn from what the undisturbed one did to files.
 """
 
@@ -141,7 +141,7 @@ def one_kill(moment: str, draw: random.Random) -> Kill:
 
 
 def graph(gpus: int) -> Prompt:
-    """Return a run with checkpoints at each step, pictures at every tenth, and a LoRA in the end."""
+    """Return a run with checkpoints at each step, samples at every tenth, and a LoRA in the end."""
     prompt = part(BASE, DATASET, ENCODE, LORA, TRAIN, SAVE)
     prompt[TRAIN]["inputs"] |= {"steps": STEPS, "gpus": gpus}
     prompt[TRAIN]["inputs"] |= {"checkpoint_settings": ["91", 0], "sample_prompts": ["92", 0]}
@@ -214,9 +214,9 @@ class Killing:
         problems += [Problem("wrong", f"left over: {path}") for path in leftovers(self.target.base)]
         return problems
 
-    def kill(self, kill: Kill, number: int, gpus: int) -> list[Problem]:
+    def kill(self, kill: Kill, occurrence: int, gpus: int) -> list[Problem]:
         """Start a server that kills itself at a moment, queue the graph, and return what outlived it."""
-        plan = {"moment": kill.moment, "number": number, "after": kill.after, "signal": kill.signal}
+        plan = {"moment": kill.moment, "number": occurrence, "after": kill.after, "signal": kill.signal}
         self.plan.write_text(json.dumps(plan))
         self.target.stop()
         process = self.target.server.process
