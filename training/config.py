@@ -32,7 +32,7 @@ than their files."""
 
 @dataclass(frozen=True)
 class Setting:
-    """What people see of a field: a widget, a row in a help page, an input in a job's graph."""
+    """The visible side of a field: a widget, a row in a help page, an input in a job's graph."""
 
     input: str
     """The widget's id in saved graphs; empty for the field's name."""

@@ -113,11 +113,11 @@ class Family:
     clip_type: str = ""
     """CLIPType of its text encoder files; empty where Load Base Model cannot load them."""
     caption: Caption | None = None
-    """What the network is given for one caption; None where `graft plan` cannot plan without the encoder."""
+    """The network's input for one caption; None where `graft plan` cannot plan without the encoder."""
 
     # Files of other trainers
     latents: str = ""
-    """What sd-scripts calls it in the names of its latent files; empty where it caches none."""
+    """Its name in sd-scripts' latent files; empty where sd-scripts caches none."""
     latent_scale: tuple[float, float] = (1.0, 0.0)
     """(scale, shift) of these files: they hold (latents - shift) * scale. Flux's VAE does it itself
     (black-forest-labs/flux, AutoEncoder.encode); ComfyUI's does not, so its latents are without."""

@@ -40,7 +40,7 @@ SMOOTHING_STEPS = 50
 
 @dataclass(frozen=True)
 class Progress:
-    """What happened in one optimizer step, in numbers and words."""
+    """One optimizer step, in numbers and words."""
 
     step: int
     """Steps done so far, this one included."""
@@ -70,7 +70,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Handles:
-    """What `on_step` can reach between two steps."""
+    """The callables that `on_step` gets between two steps."""
 
     state: Callable[[], TrainState]
     """Returns a copy of the state after this step; good until the next step begins."""

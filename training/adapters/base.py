@@ -54,7 +54,7 @@ class Adapter(nn.Module):
     network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {}
     """Other values of `network.type` in job files -> the switches that they set."""
     lycoris_names: ClassVar[tuple[str, ...]] = ()
-    """What LyCORIS's presets call it besides its name in ADAPTERS."""
+    """Its other names in LyCORIS's presets, besides the one in ADAPTERS."""
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def draws(seed: int, index: int) -> Iterator[None]:
 
 
 class Draw:
-    """What one adapter drops in the current micro-batch: nothing outside `draws`."""
+    """The dropout of one adapter in the current micro-batch: nothing outside `draws`."""
 
     def __init__(self, config: AdapterConfig, path: str, x: Tensor) -> None:
         self.config, self.path, self.x = config, path, x

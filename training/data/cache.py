@@ -83,7 +83,7 @@ def encode(
 
 
 class _Work:
-    """What all steps of one encoding share: its images, encoder and store, and their keys."""
+    """One encoding: its images, encoder and store, and their keys."""
 
     def __init__(self, images: ImageSet, encoder: Encoder, store: Store, recache: bool) -> None:
         self.images, self.encoder, self.store, self.recache = images, encoder, store, recache

@@ -45,7 +45,7 @@ class CaptionConfig:
     prefix: str = setting("", "Text before every caption.")
     suffix: str = setting("", "Text after every caption.")
     separator: str = ","
-    """What divides a caption into tags."""
+    """The separator of a caption's tags."""
     remove: tuple[str, ...] = setting(
         (),
         "Patterns of tags to remove from every caption, one per line, e.g. *background",

@@ -43,7 +43,7 @@ class BadImage(UserError):
 
 @dataclass(frozen=True)
 class Header:
-    """What an image file says without being decoded."""
+    """The properties of an image file that need no decoding."""
 
     width: int
     """Pixels, upright."""

@@ -33,7 +33,7 @@ MOST_NAMED = 50
 
 @dataclass(frozen=True)
 class Job:
-    """What a job file asks for."""
+    """A job file as a graph, its folders and its options."""
 
     name: str
     prompt: Prompt

@@ -59,7 +59,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan takes: bytes of the device, if not said otherwise."""
+    """The memory of a plan: bytes on the device unless noted."""
 
     plan: MemoryPlan
     weights: int

@@ -20,7 +20,7 @@ from ..model import Sampling
 
 @dataclass(frozen=True)
 class Level:
-    """What x_t consists of at a sigma, and how the network's output enters the image; each (B, 1, 1, 1)."""
+    """The parts of x_t at a sigma, and how the network's output enters the image; each (B, 1, 1, 1)."""
 
     image: Tensor
     """x_t = image * x0 ..."""

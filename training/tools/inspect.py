@@ -12,7 +12,7 @@ from ..files.lora.read import LoraFile, LoraLayer
 
 @dataclass(frozen=True)
 class Report:
-    """What a LoRA file tells without its base."""
+    """The contents of a LoRA file that need no base."""
 
     name: str
     algorithms: dict[str, int]
@@ -30,7 +30,7 @@ class Report:
     other: list[str]
     """Keys that belong to no method."""
     base: str
-    """What the LoRA was made for, by its metadata or else by the names of its layers."""
+    """The model that the LoRA was made for, by its metadata or else by the names of its layers."""
     metadata: dict[str, str]
 
 

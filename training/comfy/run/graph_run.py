@@ -37,7 +37,7 @@ class QueuedNode:
     prompt: Mapping[str, Any] | None
     """The graph in API form."""
     extra: Mapping[str, Any]
-    """What the client sent along; the editor sends "workflow"."""
+    """Extra data from the client; the editor sends "workflow"."""
 
     @classmethod
     def of(cls, hidden: Any) -> QueuedNode:

@@ -47,7 +47,7 @@ PREVIEW_SIDE = 512
 
 @dataclass(frozen=True)
 class SamplePrompts(SampleConfig):
-    """What to draw, how, and how often."""
+    """The settings of sample images, and how often they are drawn."""
 
     clip: Any
     vae: Any

@@ -23,7 +23,7 @@ Show = Callable[[Progress], str | None]
 
 @dataclass
 class LiveRun:
-    """What the editor knows of a run: which node trains it and how far it is. The log has the rest."""
+    """The state of a run for the editor: its node and its progress. The log has the rest."""
 
     run: str
     """Its folder under output/graft."""

@@ -67,7 +67,7 @@ Names = Callable[[str, Shape], Iterable[Part]]
 
 @dataclass(frozen=True)
 class Spelling:
-    """How another program names the layers of an architecture."""
+    """Another program's names for the layers of an architecture."""
 
     names: Names
     comfy: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ MAX_HEADER = 32 << 20
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """What a file holds for one layer: tensors by kohya's suffix, checked to fit each other."""
+    """One layer of a file: tensors by kohya's suffix, checked to fit each other."""
 
     name: str
     """The file's own name for the layer."""
@@ -74,7 +74,7 @@ class LoraLayer:
 
     @property
     def scale(self) -> float:
-        """What multiplies the factors' product: alpha / rank, or 1 where the file has no alpha or rank."""
+        """Scale of the factors' product: alpha / rank, or 1 where the file has no alpha or rank."""
         alpha = self.tensors.get(ALPHA)
         return 1.0 if alpha is None or self.rank is None else float(alpha) / self.rank
 
