@@ -2,7 +2,15 @@
 
 
 class UserError(ValueError):
-    """Says the place, what was found, what is allowed and what to do."""
+    """Says the place, what was found, what is allowed and what to do.
+
+    ComfyUI shows the class beside the message: "graft.UserError", without the path of the extension.
+    """
+
+    __module__ = "graft"
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = UserError.__module__
 
 
 class FileError(UserError, OSError):

@@ -279,8 +279,9 @@ BLOCK = re.compile(
     r"(?:\n(?!.*Traceback \().+)*"  # more lines of the message, or what was printed next
     r"(?P<chained>\n{2,}(?:During handling|The above exception))?"
 )
-MEANT = {"ValueError", "BadImage", "AlreadyMerged", "NotMerged", "FloatingPointError"}
-"""Errors of Graft's that tell a person what to do; an OSError does where it is not the system's own."""
+MEANT = re.compile(r"graft\.\w+")
+"""A UserError or one of its kinds, as ComfyUI's log has them. Other OSErrors are meant for people too, unless
+they are the system's own."""
 OF_THE_SYSTEM = re.compile(r"\[Errno \d+\]")
 OURS = ("custom_nodes/graft/", f"{Path(__file__).resolve().parents[2]}{os.sep}")
 
@@ -303,6 +304,6 @@ def is_for_people(line: str) -> bool:
     if kind in ("InterruptProcessingException", "KeyboardInterrupt"):
         return True
     error = getattr(builtins, kind, None)
-    if kind == "DiskFull" or (isinstance(error, type) and issubclass(error, OSError)):
+    if isinstance(error, type) and issubclass(error, OSError):
         return not OF_THE_SYSTEM.search(message)
-    return kind in MEANT and "codec can't encode" not in message
+    return bool(MEANT.fullmatch(name)) and "codec can't encode" not in message

@@ -8,6 +8,7 @@ import random
 import shutil
 import stat
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from PIL import Image
 from graft.commands.headless.server import server
 from graft.dev.sweeps import bad_datasets, bad_files, bad_jobs, commands, files, kills, prompts, target
 from graft.dev.sweeps.report import KINDS, Case, Problem, Report
+from graft.training.data.image_file import BadImage
+from graft.training.run.watch import DiskFull
+from graft.training.user_error import NotFiniteError, UserError
 
 # --- the report ---------------------------------------------------------------------------------------------
 
@@ -231,13 +235,14 @@ def log_of(error, place="/x/custom_nodes/graft/nodes/train.py"):
 
 def test_errors_that_were_not_meant_for_people_are_seen():
     raw = ["KeyError: 'x'", "TypeError: no", "OSError: [Errno 36] File name too long: 'x'", "RecursionError"]
-    raw.append("UnicodeEncodeError: 'utf-8' codec can't encode character")
-    meant = [
-        "ValueError: a.png: no",
-        "graft.training.data.image_file.BadImage: no",
-        "FloatingPointError: NaN",
+    raw += [
+        "UnicodeEncodeError: 'utf-8' codec can't encode character",
+        "ValueError: invalid literal for int()",
     ]
-    meant += ["graft.training.run.watch.DiskFull: no room", "FileNotFoundError: a.png is gone"]
+    errors = (UserError("a.png: no"), BadImage("no"), NotFiniteError("NaN"), DiskFull("no room"))
+    meant = ["".join(traceback.format_exception_only(error)).strip() for error in errors]
+    assert meant[0] == "graft.UserError: a.png: no"
+    meant += ["FileNotFoundError: a.png is gone"]
     meant += ["comfy.model_management.InterruptProcessingException"]
     assert target.raw_tracebacks("".join(map(log_of, raw + meant))) == raw
     assert target.raw_tracebacks(log_of("KeyError: 1", "/x/comfy/sd.py")) == []
