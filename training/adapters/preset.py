@@ -37,7 +37,7 @@ def apply_preset(text: str, config: AdapterConfig) -> AdapterConfig:
     """
     try:
         preset = parse_json(text)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"preset: not JSON ({error}).") from error
     if not isinstance(preset, dict):
         raise UserError('preset: expected an object such as {"unet_target_module": ["Transformer2DModel"]}.')

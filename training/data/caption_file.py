@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
 from ..files.input_file import parse_json, require_ordinary
+from ..user_error import UserError
 from .config import CaptionConfig
 from .image_file import BadImage
 
@@ -103,7 +104,7 @@ def _from_file(extension: str) -> Callable[[str, Places], tuple[str, ...]]:
             return (text,)
         try:
             entry = parse_json(text) if text.strip() else ""
-        except ValueError as error:
+        except UserError as error:
             raise BadImage(f"{name} is not valid JSON ({error})") from error
         return _captions_of(entry, name)
 

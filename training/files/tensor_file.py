@@ -180,7 +180,7 @@ def _header(path: Path, largest: int) -> tuple[dict[str, Any], int, int]:
         raise UserError(f"{path.name}: the file cannot be read ({error.strerror or error}).") from error
     try:
         header = parse_json(text)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path.name}: the file is damaged ({error}); download it again.") from error
     return header, 8 + length, size
 
