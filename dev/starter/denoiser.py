@@ -106,12 +106,15 @@ class Captions:
 
 
 def train_denoiser(
-    work: Path, *, width: int, blocks: int, batch: int, steps: int, cooldown: int, shards: int, shift: float
-) -> None:
+    work: Path, *, width: int, blocks: int, batch: int, steps: int, cooldown: int, shards: int, shift: float,
+    compiled: bool,
+) -> None:  # fmt: skip
     """Train until `steps`, which may change until the last `cooldown` steps begin: work/denoiser.pt."""
     pictures, captions = Pictures(work), Captions()
     model, average = build_denoiser(width, blocks), build_denoiser(width, blocks)
     use_fast_cpu_kernels(model)
+    if compiled:
+        model.compile(dynamic=False)
 
     def loss_at(step: int, g: torch.Generator) -> Tensor:
         there = min(shards, FIRST_SHARDS + step // STEPS_PER_SHARD)
