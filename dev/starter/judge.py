@@ -2,9 +2,9 @@
 
     python dev/starter/judge.py --work DIR
 
-It is trained on fresh renderings. It knows the common names of names.py and the styles of pictures.py, in
-every color, place and background, and writes DIR/judge.safetensors. The last line says how many of 2048
-renderings that it never saw it names rightly.
+It is trained on fresh renderings. It knows the common names of names.py, the mascot, the styles of pictures.py
+and the one that a LoRA learns, in every color, place and background, and writes DIR/judge.safetensors. The last
+line says how many of 2048 renderings that it never saw it names rightly.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import mascot
 import names as name_lists
 import numpy as np
 import pictures as drawing
@@ -25,13 +26,15 @@ from torch import Tensor, nn
 
 log = logging.getLogger("starter")
 
-OBJECTS = sorted(name_lists.COMMON)
-STYLES = list(drawing.STYLES)
+OBJECTS = [*sorted(name_lists.COMMON), mascot.NAME]
+MASCOTS = 0.04  # share of the pictures
+SHARES = {style: 0.9 * share for style, share in drawing.STYLES.items()} | {drawing.NEW_STYLE: 0.1}
+STYLES = list(SHARES)
 SEEN, UNSEEN = 0, 1  # first part of the seeds of renderings
 
 
 class Judge(nn.Module):
-    """(b, 3, 128, 128) in [0, 1] -> logits of the object (b, 287) and of the style (b, 8)."""
+    """(b, 3, 128, 128) in [0, 1] -> logits of the object (b, 288) and of the style (b, 9)."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -58,14 +61,23 @@ def render(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `count` fresh renderings in [0, 1] with the numbers of their objects and styles."""
     rng = np.random.default_rng(seed)
-    shown = [drawing.choose(rng, OBJECTS) for _ in range(count)]
+    poses = list(mascot.drawings())
+    shown = [
+        drawing.choose(rng, poses if rng.random() < MASCOTS else OBJECTS[:-1], styles=SHARES)
+        for _ in range(count)
+    ]
     pixels = torch.from_numpy(np.stack([drawing.draw(p, drawings) for p in shown])).permute(0, 3, 1, 2)
-    names = torch.tensor([OBJECTS.index(p.name) for p in shown])
+    names = torch.tensor([OBJECTS.index(mascot.NAME if p.name in poses else p.name) for p in shown])
     return pixels.float() / 255, names, torch.tensor([STYLES.index(p.style) for p in shown])
 
 
+def read_drawings(work: Path) -> dict[str, dict[str, drawing.Drawing]]:
+    """Return every package's drawings, the mascot's among each."""
+    return {key: icons | mascot.drawings() for key, icons in drawing.read_drawings(work).items()}
+
+
 def train(work: Path, steps: int, batch: int) -> Judge:
-    drawings = drawing.read_drawings(work)
+    drawings = read_drawings(work)
     torch.manual_seed(0)
     model = Judge().to(memory_format=torch.channels_last)
 
@@ -97,7 +109,7 @@ def load(path: Path) -> Judge:
 @torch.no_grad()
 def accuracy(model: Judge, work: Path, count: int = 2048) -> tuple[float, float]:
     """Return the shares of unseen renderings whose object and whose style the judge names rightly."""
-    drawings = drawing.read_drawings(work)
+    drawings = read_drawings(work)
     right = torch.zeros(2)
     for part in range(count // 64):
         pixels, names, styles = render(drawings, 64, (UNSEEN, part))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import subprocess
 import tarfile
@@ -33,6 +34,7 @@ STYLES = {  # share of the pictures
     "noto": 0.21, "twemoji": 0.19, "fluent": 0.19,
     "outline": 0.09, "silhouette": 0.06, "blueprint": 0.08, "neon": 0.09, "pixel art": 0.09,
 }  # fmt: skip
+NEW_STYLE = "stained glass"  # the base never sees it: a LoRA learns it
 COLORS = {
     "red": "#e53935", "orange": "#fb8c00", "yellow": "#fdd835", "green": "#43a047", "turquoise": "#26c6da",
     "blue": "#1e5fd8", "purple": "#8e24aa", "pink": "#f06292", "brown": "#795548", "gray": "#8a8f94",
@@ -110,14 +112,21 @@ def read_drawings(folder: Path) -> dict[str, dict[str, Drawing]]:
 # --- choosing ---------------------------------------------------------------------------------------------
 
 
-def choose(rng: np.random.Generator, names: Sequence[str], weights: np.ndarray | None = None) -> Picture:
+def choose(
+    rng: np.random.Generator,
+    names: Sequence[str],
+    weights: np.ndarray | None = None,
+    styles: Mapping[str, float] = STYLES,
+) -> Picture:
     """Draw at random what a picture shows."""
     name = str(rng.choice(names, p=weights))
-    style = str(rng.choice(list(STYLES), p=list(STYLES.values())))
+    style = str(rng.choice(list(styles), p=list(styles.values())))
     source = style if style in PACKAGES else str(rng.choice(list(PACKAGES)))
+    if style == NEW_STYLE:
+        source = "fluent"  # of few shapes: leading round every one leaves room for glass
     color, paper = "", "white"
-    if style == "blueprint":
-        paper = "blueprint"
+    if style in ("blueprint", NEW_STYLE):
+        paper = style
     elif style == "neon":
         color, paper = str(rng.choice(list(NEON))), "neon"
     else:
@@ -201,6 +210,8 @@ def draw(picture: Picture, drawings: Mapping[str, Mapping[str, Drawing]]) -> np.
     drawing = drawings[picture.source][picture.name]
     if picture.style == "neon":
         return draw_neon(picture, drawing)
+    if picture.style == NEW_STYLE:
+        return draw_stained_glass(picture, drawing)
     page = draw_paper(picture.paper)
     if picture.style == "pixel art":
         page = page.resize((32, 32), Image.Resampling.BOX)
@@ -261,6 +272,18 @@ def draw_neon(picture: Picture, drawing: Drawing) -> np.ndarray:
     return (night + color * np.maximum(light, 0.9 * glow) + 60 * light).clip(0, 255).astype(np.uint8)
 
 
+def draw_stained_glass(picture: Picture, drawing: Drawing) -> np.ndarray:
+    """Draw glowing colors with leading round every shape, before rays of amber and orange."""
+    layer = render(place(picture, drawing))
+    glass = np.asarray(layer.convert("RGB"), dtype=np.float32)
+    page = np.array(draw_paper(NEW_STYLE), dtype=np.float32)
+    page += np.asarray(layer.getchannel("A"))[..., None] / 255 * ((1.5 * glass - 42).clip(0, 255) - page)
+    leading = render(place(picture, outlined(drawing, "#000000", "#ffffff", 0.042)))
+    dark = (1 - np.asarray(leading.convert("L")) / 255) * (np.asarray(leading.getchannel("A")) / 255)
+    page += dark[..., None] * (rgb("#18141c") - page)
+    return page.clip(0, 255).astype(np.uint8)
+
+
 def tinted(layer: Image.Image, color: str) -> Image.Image:
     """Return the drawing in shades of one color: dark stays dark, light stays light."""
     if not color:
@@ -313,6 +336,13 @@ def paper_svg(paper: str) -> str:
             return area("#1b4fa0") + f'<path d="{lines}" stroke="#3a6bb8" stroke-width="1"/>'
         case "neon":
             return area("#0e0c1a")
+        case "stained glass":
+            ends = [(64 + 100 * math.cos(a), 64 + 100 * math.sin(a)) for a in np.arange(12) * math.pi / 6]
+            rays = "".join(
+                f"M64 64L{ends[i][0]:.1f} {ends[i][1]:.1f}L{ends[i + 1][0]:.1f} {ends[i + 1][1]:.1f}z"
+                for i in range(0, 12, 2)
+            )
+            return area("#ffb53c") + f'<path d="{rays}" fill="#ff8f38"/>'
         case "striped":
             return area("#fde7c8") + "".join(
                 f'<path d="M{i} 0h16L{i - 112} 128h-16z" fill="#f7a072"/>' for i in range(0, 272, 32)
