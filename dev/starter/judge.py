@@ -2,9 +2,9 @@
 
     python dev/starter/judge.py --work DIR
 
-It is trained on fresh renderings. It knows the common names of names.py, the mascot, the styles of pictures.py
-and the one that a LoRA learns, in every color, place and background, and writes DIR/judge.safetensors. The last
-line says how many of 2048 renderings that it never saw it names rightly.
+It is trained on fresh renderings. It knows the common names of names.py, the mascot, the styles of
+pictures.py and the one that a LoRA learns, in every color, place and background, and writes
+DIR/judge.safetensors. The last line says how many of 2048 renderings that it never saw it names rightly.
 """
 
 from __future__ import annotations
