@@ -6,7 +6,8 @@ ComfyUI's models are Denoisers and Encoders in `training/comfy/`, encoded images
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,9 +18,30 @@ from torch import Tensor, nn
 from .family import Family
 from .frozen_base.frozen_layer import FrozenLayer, LayerSpec
 
-Conditioning = Mapping[str, Tensor]
-"""What the text encoders made of one caption, batch size 1: "cross_attn" (1, tokens, width), "pooled_output"
-(1, width) and whatever else ComfyUI's CLIP returned beside them (attention masks, ...)."""
+Condition = Tensor | bool | int | float | str | Sequence["Condition"] | Mapping[str, "Condition"] | None
+"""One value of a conditioning: a tensor, a number, a short text, or a list or mapping of these."""
+Conditioning = Mapping[str, Condition]
+"""What the model is conditioned on for one sample, batch size 1, under ComfyUI's names: "cross_attn"
+(1, tokens, width), "pooled_output" (1, width), "reference_latents" (a list of latents), "frame_rate" (a
+number) and whatever else its nodes have put in."""
+
+
+def tensors_in(value: Condition | Conditioning) -> list[Tensor]:
+    """Return all tensors of a conditioning or of a part of it."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for part in value.values() for tensor in tensors_in(part)]
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
+
+
+def count_positions(shapes: Iterable[Sequence[int]]) -> int:
+    """Return a conditioning's length from its tensors' shapes: tokens of text and cells of images."""
+    known = list(shapes)
+    text = max((shape[1] for shape in known if len(shape) == 3), default=0)
+    return text + sum(math.prod(shape[2:]) for shape in known if len(shape) > 3)
 
 
 @dataclass(frozen=True)

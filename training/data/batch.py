@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import digest
-from ..model import Batch, Conditioning
+from ..model import Batch, Conditioning, count_positions
 from ..rng import generator
 from ..user_error import UserError
 from .caption import variations
+from .conditioning import unpack
 from .config import SplitConfig
 from .index import NO_MASK, Index, SourceRules
 from .order import Order
@@ -105,12 +106,15 @@ class EncodedDataset:
         Raises UserError if the cache was damaged or removed meanwhile.
         """
         chosen = self.choose(size, seed=seed, index=index)
-        latents = torch.stack([self._latents(view) for view in chosen.views])
+        views = [self._view(view) for view in chosen.views]
+        latents = torch.stack([latents for latents, _ in views])
         weights = [rules.weight for rules in chosen.rules]
         samples = self.index.sample[chosen.entries].tolist()
         return Batch(
             latents=latents,
-            conditioning=[self._conditioning(key) for key in chosen.texts],
+            conditioning=[
+                {**self._conditioning(key), **own} for key, (_, own) in zip(chosen.texts, views, strict=True)
+            ],
             names=tuple(self.images.samples.names[i] for i in samples),
             masks=self._masks(chosen, latents),
             weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
@@ -119,7 +123,9 @@ class EncodedDataset:
         )
 
     def largest_batch(self, size: int) -> Batch:
-        """Return a batch of the largest bucket with the longest text, for planning memory.
+        """Return a batch of the largest bucket with the longest conditioning, for planning memory.
+
+        Its length is that of the text, and the cells of the images that the model is given as well.
 
         Captions are the longest ones and differ, as text encoders in training encode equal ones only once.
         """
@@ -129,12 +135,12 @@ class EncodedDataset:
         view = int(at.view_start[entry])
         samples = _spread(np.unique(at.sample[self.entries]).tolist())
         texts = _spread([(s, text) for s in samples for text in range(*at.text_start[s : s + 2].tolist())])
-        texts.sort(key=lambda each: -self.store.size("text", bytes(at.text_keys[each[1]])))
-        longest = bytes(at.text_keys[texts[0][1]])
-        latents = self._latents(view)
+        texts.sort(key=lambda each: -count_positions(self.store.shapes("text", bytes(at.text_keys[each[1]]))))
+        longest = self._conditioning(bytes(at.text_keys[texts[0][1]]))
+        latents, own = self._view(view)
         return Batch(
             latents=latents.expand(size, *latents.shape),
-            conditioning=[self._conditioning(longest)] * size,
+            conditioning=[{**longest, **own}] * size,
             extras=[self._extras(entry, view)] * size,
             captions=[self._caption(*texts[i % len(texts)]) for i in range(size)],
         )
@@ -217,8 +223,10 @@ class EncodedDataset:
         held_out: NDArray[np.bool_] = named & ~regular
         return held_out
 
-    def _latents(self, view: int) -> Tensor:
-        return self.store.read("latents", self.index.latent_key(view))["latents"].float()
+    def _view(self, view: int) -> tuple[Tensor, Conditioning]:
+        """Return a view's latents and its own conditioning, such as what of it the model is given."""
+        entry = self.store.read("latents", self.index.latent_key(view))
+        return entry.pop("latents").float(), unpack(entry)
 
     def _caption(self, index: int, text_index: int) -> str:
         """Return the text with key `text_index` of a sample; only keys are stored, so it is made again."""
@@ -227,10 +235,7 @@ class EncodedDataset:
         return texts[text_index - int(self.index.text_start[index])]
 
     def _conditioning(self, key: bytes) -> Conditioning:
-        tensors = self.store.read("text", key)
-        return {
-            name: value.float() if value.is_floating_point() else value for name, value in tensors.items()
-        }
+        return unpack(self.store.read("text", key))
 
     def _masks(self, chosen: Choice, latents: Tensor) -> Tensor | None:
         """Return (B, 1, H, W) loss weights, or None if no image of the batch has a mask."""

@@ -19,12 +19,13 @@ from PIL.Image import Image
 from torch import Tensor
 
 from ..log import log
-from ..model import Encoder, OnProgress, no_progress
+from ..model import Encoder, OnProgress, no_progress, tensors_in
 from ..user_error import UserError
 from .augment import View, render, views_for
 from .batch import EncodedDataset
 from .bucket import Crop, Size
 from .caption import variations
+from .conditioning import pack
 from .config import DatasetConfig
 from .hashes import ContentHashes
 from .image import crop_mask
@@ -233,17 +234,13 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
     key = work.text_key(text, config)
     if not work.lacks("text", key):
         return
-    stored = {}
-    for name, value in work.encoder.encode_text(text).items():
-        if value.is_floating_point():
-            if not torch.isfinite(value).all():
-                raise UserError(
-                    f"the text encoder returned NaN or infinite values for the caption {text!r}; load an "
-                    "fp16 file instead of fp8, or start ComfyUI with --fp32-text-enc."
-                )
-            value = value.to(_DTYPES[config.dtype])
-        stored[name] = value.clone()  # safetensors refuses tensors that share memory
-    work.write("text", key, stored)
+    conditioning = work.encoder.encode_text(text)
+    if not all(torch.isfinite(tensor).all() for tensor in tensors_in(conditioning)):
+        raise UserError(
+            f"the text encoder returned NaN or infinite values for the caption {text!r}; load an "
+            "fp16 file instead of fp8, or start ComfyUI with --fp32-text-enc."
+        )
+    work.write("text", key, pack(conditioning, _DTYPES[config.dtype]))
 
 
 def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:

@@ -19,7 +19,7 @@ from ..adapters.build import build_adapters
 from ..config import MemoryConfig, TrainConfig
 from ..frozen_base.frozen_layer import LayerSpec
 from ..log import log
-from ..model import OFFLOAD_ALL, Batch, Denoiser, OffloadOptions
+from ..model import OFFLOAD_ALL, Batch, Denoiser, OffloadOptions, count_positions, tensors_in
 from ..optimizer.build import row_of
 from ..user_error import UserError
 from .activation_checkpointing import MODES
@@ -281,8 +281,9 @@ def fits_surely(
     Counts every layer's input and output six times at the latents' full resolution, in float32.
     """
     dtype = compute_dtype(config.memory, denoiser)
-    text = max((c.shape[1] for each in batch.conditioning for c in each.values() if c.ndim == 3), default=0)
-    positions = batch.latents.shape[0] * (batch.latents[0, 0].numel() + text)
+    lengths = (count_positions(t.shape for t in tensors_in(each)) for each in batch.conditioning)
+    given = max(lengths, default=0)
+    positions = batch.latents.shape[0] * (batch.latents[0, 0].numel() + given)
     widths = sum(sum(spec.shape[:2]) for spec in denoiser.specs.values())
     weights = weight_bytes(denoiser.specs, denoiser.family.blocks, "resident", dtype)
     return weights + 2 * adapter_bytes(adapted, config) + 24 * positions * widths <= budget

@@ -24,6 +24,7 @@ from ...model import OFFLOAD_ALL, Batch, Conditioning, HeldBase, OffloadOptions,
 from ...user_error import UserError
 from ..versions import training_mode
 from . import weights
+from .conditioning import as_sampled
 from .device import free_bytes, supported_dtypes
 from .differentiable import make_differentiable
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
@@ -186,7 +187,8 @@ class ComfyDenoiser:
         encoded: dict[str, Conditioning] = {}
         for caption, cached in zip(batch.captions, batch.conditioning, strict=True):
             encoded[caption] = encoded.get(caption) or self.text.encode(caption, cached)
-        return [encoded[caption] for caption in batch.captions]
+        pairs = zip(batch.captions, batch.conditioning, strict=True)
+        return [{**cached, **encoded[caption]} for caption, cached in pairs]
 
     def _extra_conds(
         self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]
@@ -198,7 +200,7 @@ class ComfyDenoiser:
             device=self.device,
             latent_image=torch.zeros_like(x_t),
             latent_shapes=[x_t.shape],
-            **{**known, **extras, **conditioning},
+            **{**known, **extras, **as_sampled(conditioning)},
         )
 
     @property

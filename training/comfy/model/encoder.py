@@ -12,6 +12,7 @@ from torch import Tensor
 from ...family import Family
 from ...model import Conditioning
 from ...user_error import UserError
+from .conditioning import read_conditioning
 from .denoiser import require_plain
 from .fingerprint import fingerprint
 
@@ -57,10 +58,4 @@ class ComfyEncoder:
     def encode_text(self, caption: str) -> Conditioning:
         comfy.model_management.throw_exception_if_processing_interrupted()
         with torch.inference_mode():
-            [[cond, extra]] = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption))
-            outputs = {"cross_attn": cond, **extra}
-            return {
-                name: torch.as_tensor(value).to("cpu").clone()  # LTX-2.3 has a flag among them
-                for name, value in outputs.items()
-                if isinstance(value, Tensor | bool | int | float)
-            }
+            return read_conditioning(self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption)))

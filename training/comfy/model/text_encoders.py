@@ -73,12 +73,12 @@ class TextEncoders:
             yield layers
 
     def encode(self, caption: str, cached: Conditioning) -> Conditioning:
-        """Return `cached` with the encoders' current encoding of the caption; differentiable."""
+        """Return the encoders' current encoding of the caption in place of `cached`; differentiable."""
         tokens = self.clip.tokenize(caption)
         cross, pooled = self.model.encode_token_weights(tokens)[:2]
-        rest = cached["cross_attn"][:, cross.shape[1] :].to(cross)
-        joined = {"cross_attn": torch.cat((cross, rest), 1)}
-        return {**cached, **joined, **({} if pooled is None else {"pooled_output": pooled})}
+        before: Any = cached["cross_attn"]
+        joined = torch.cat((cross, before[:, cross.shape[1] :].to(cross)), 1)
+        return {"cross_attn": joined, **({} if pooled is None else {"pooled_output": pooled})}
 
     @contextmanager
     def _as_sampled(self) -> Iterator[None]:
