@@ -12,6 +12,7 @@ from .dataset import (
     PreviewDataset,
     SplitDataset,
 )
+from .dataset_from_latents import DatasetFromLatents
 from .dataset_settings import DatasetSettingsNode
 from .job import TrainingJob
 from .lora import BuildLora
@@ -39,6 +40,7 @@ ALL_NODES = [
     LoadBaseModel,
     LoadDataset,
     DatasetFromImages,
+    DatasetFromLatents,
     DatasetSettingsNode,
     JoinDatasets,
     PreviewDataset,

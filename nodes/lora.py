@@ -8,12 +8,13 @@ from typing import Any, Literal
 from comfy_api.latest import io
 
 from ..training.adapters.build import ADAPTERS
-from ..training.comfy.files.initial_lora import summary
+from ..training.comfy.files.initial_lora import store_lora_model, summary
 from ..training.comfy.files.lora_files import NONE, changed_at
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.paths import lora_file_names, lora_file_path
 from ..training.config import AdapterConfig
 from ..training.family import target_presets
+from ..training.user_error import UserError
 from .node import Files, Node
 from .sockets import Lora, schema
 from .widgets import advanced, read, widget
@@ -64,6 +65,12 @@ class BuildLora(Node):
                         "here; a larger rank starts with zeros.",
                     )
                 ),
+                io.LoraModel.Input(
+                    "lora_model",
+                    optional=True,
+                    tooltip="LoRA of the graph to continue training, such as Train LoRA gives out, in place "
+                    "of a file.",
+                ),
             ],
             outputs=[Lora.Output("lora")],
         )
@@ -78,11 +85,15 @@ class BuildLora(Node):
         model: Any = None,
         start_from: str = NONE,
         start_size: str = next(iter(SIZES)),
+        lora_model: Any = None,
         **values: Any,
     ) -> io.NodeOutput:
+        file = "" if start_from == NONE else start_from
+        if file and lora_model is not None:
+            raise UserError(f"start_from: {file}, but a LORA_MODEL is connected too; choose one of the two.")
         config = replace(
             read(AdapterConfig(), values),
-            start_from="" if start_from == NONE else start_from,
+            start_from=file if lora_model is None else store_lora_model(lora_model),
             start_size=SIZES[start_size],
         )
         return io.NodeOutput(config, ui={"text": [_describe(model, config)]} if model is not None else None)

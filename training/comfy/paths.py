@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,7 +70,14 @@ def lora_file_names() -> list[str]:
 
 
 def lora_file_path(name: str) -> Path:
-    """Return the path of a name in `lora_file_names`. Raises UserError when the file is missing."""
+    """Return the path of a name in `lora_file_names`, or of a LORA_MODEL's. Raises UserError when the file is
+    missing.
+    """
+    if (
+        re.fullmatch(f"{GIVEN}[0-9a-f]+", name)
+        and (path := given_lora_path(name.removeprefix(GIVEN))).is_file()
+    ):
+        return path
     if name.startswith(_IN_DIFFUSERS) and folder_paths.get_full_path("loras", name) is None:
         path = diffusers_path(name.removeprefix(_IN_DIFFUSERS))
         if path.is_file():
@@ -77,6 +85,13 @@ def lora_file_path(name: str) -> Path:
     return listed_file(("loras",), name)
 
 
+def given_lora_path(name: str) -> Path:
+    """Return the file for a LORA_MODEL that a run starts from; `name` is the digest of its content."""
+    return own_folder(graft_folder() / "starts") / f"{name}.safetensors"
+
+
+GIVEN = "output/graft/starts/"
+"""Prefix of the names of files for LORA_MODELs."""
 _IN_DIFFUSERS = "output/diffusers/"
 """Prefix of the names of files in there."""
 

@@ -4,6 +4,7 @@
     images = scan(folder, DatasetConfig(...))       # ImageSet; or from_images(IMAGE, captions, masks, config)
     images = join([images, others])                 # several folders, each with its own settings
     dataset = encode(images, encoder, cache_dir)    # EncodedDataset: what the training loop reads
+    dataset = from_latents(samples, cache_dir)      # the same of what the graph encoded
     train_set, held_out = dataset.split(SplitConfig(fraction=0.1))
     batch = dataset.batch(4, seed=0, index=17)
 
@@ -16,6 +17,7 @@ from .batch import EncodedDataset
 from .cache import encode
 from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, SplitConfig
 from .folder import fingerprint, scan
+from .given_latents import GivenSample, from_latents
 from .image_batch import from_images
 from .preview import preview
 from .report import report, summary
@@ -30,6 +32,7 @@ __all__ = [
     "CaptionConfig",
     "DatasetConfig",
     "EncodedDataset",
+    "GivenSample",
     "ImageSet",
     "MaskConfig",
     "Sample",
@@ -39,6 +42,7 @@ __all__ = [
     "encode",
     "fingerprint",
     "from_images",
+    "from_latents",
     "join",
     "list_datasets",
     "preview",

@@ -5,6 +5,7 @@ The one rule: `batch` is a pure function of its arguments, so a resumed run goes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,7 +24,7 @@ from ..user_error import UserError
 from .caption import variations
 from .conditioning import unpack
 from .config import SplitConfig
-from .index import NO_MASK, Index, SourceRules
+from .index import NO_KEY, Index, SourceRules
 from .order import Order
 from .samples import ImageSet, Skipped
 from .store import Store
@@ -85,6 +86,11 @@ class EncodedDataset:
         """The trigger word of the first folder that has one, or ""."""
         return next((s.config.caption.trigger for s in self.images.sources if s.config.caption.trigger), "")
 
+    @cached_property
+    def _is_captioned(self) -> bool:
+        """Whether the texts are known, and not only what a text encoder made of them."""
+        return all(source.is_captioned for source in self.images.sources)
+
     @property
     def names(self) -> list[str]:
         """The images' paths inside their folders, each once."""
@@ -119,7 +125,7 @@ class EncodedDataset:
             masks=self._masks(chosen, latents),
             weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
             extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
-            captions=chosen.captions,
+            captions=chosen.captions if self._is_captioned else (),
         )
 
     def largest_batch(self, size: int) -> Batch:
@@ -130,8 +136,8 @@ class EncodedDataset:
         Captions are the longest ones and differ, as text encoders in training encode equal ones only once.
         """
         at = self.index
-        sides = np.array(at.buckets)[at.bucket[self.entries]]
-        entry = int(self.entries[sides.prod(1).argmax()])
+        cells = np.array([math.prod(bucket) for bucket in at.buckets])[at.bucket[self.entries]]
+        entry = int(self.entries[cells.argmax()])
         view = int(at.view_start[entry])
         samples = _spread(np.unique(at.sample[self.entries]).tolist())
         texts = _spread([(s, text) for s in samples for text in range(*at.text_start[s : s + 2].tolist())])
@@ -142,7 +148,7 @@ class EncodedDataset:
             latents=latents.expand(size, *latents.shape),
             conditioning=[{**longest, **own}] * size,
             extras=[self._extras(entry, view)] * size,
-            captions=[self._caption(*texts[i % len(texts)]) for i in range(size)],
+            captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self._is_captioned)],
         )
 
     def choose(self, size: int, *, seed: int, index: int) -> Choice:
@@ -153,14 +159,11 @@ class EncodedDataset:
         view_draws, text_draws, drop_draws = self._draws(len(entries), seed, index)
         texts = _pick(at.text_start, samples, text_draws)
         rules = [at.rules[i] for i in at.source[samples]]
-        keys = [
-            rule.empty if drop < rule.dropout else bytes(at.text_keys[text])
-            for rule, drop, text in zip(rules, drop_draws, texts)
-        ]
-        captions = [
-            "" if key == rule.empty else self._caption(sample, text)
-            for rule, key, sample, text in zip(rules, keys, samples.tolist(), texts.tolist())
-        ]
+        has_caption = [bool(drop >= rule.dropout) for rule, drop in zip(rules, drop_draws)]
+        has_references = self._has_references(rules, seed, index)
+        places = list(zip(samples.tolist(), texts.tolist(), has_caption, has_references))
+        keys = [at.text_key(s, t, has_caption=c, has_references=r) for s, t, c, r in places]
+        captions = [self._caption(s, t) if c else "" for s, t, c, _ in places]
         return Choice(entries, _pick(at.view_start, entries, view_draws), keys, rules, captions)
 
     def _draws(self, count: int, seed: int, index: int) -> NDArray[np.float64]:
@@ -169,6 +172,13 @@ class EncodedDataset:
             return np.array([[0.0], [0.0], [1.0]]).repeat(count, axis=1)
         draws = torch.rand(3, count, generator=generator(seed, "data", index), dtype=torch.float64)
         return np.asarray(draws)
+
+    def _has_references(self, rules: Sequence[SourceRules], seed: int, index: int) -> list[bool]:
+        """Return for each sample of a batch whether it is trained with its references, if it has any."""
+        if self.steady or not any(rule.reference_dropout for rule in rules):
+            return [True] * len(rules)
+        draws = torch.rand(len(rules), generator=generator(seed, "references", index), dtype=torch.float64)
+        return [draw >= rule.reference_dropout for rule, draw in zip(rules, draws.tolist())]
 
     def split(self, config: SplitConfig) -> tuple[EncodedDataset, EncodedDataset]:
         """Return (training set, validation set). Which image goes where depends on its name or content alone.
@@ -240,18 +250,24 @@ class EncodedDataset:
     def _masks(self, chosen: Choice, latents: Tensor) -> Tensor | None:
         """Return (B, 1, H, W) loss weights, or None if no image of the batch has a mask."""
         keys = [self.index.mask_key(view) for view in chosen.views]
-        if all(key == NO_MASK for key in keys):
+        if all(key == NO_KEY for key in keys):
             return None
         masks = torch.ones(len(keys), 1, *latents.shape[-2:])
         for mask, key, rule in zip(masks, keys, chosen.rules):
-            if key != NO_MASK:
+            if key != NO_KEY:
                 inside = self.store.read("masks", key)["mask"].float() / 255
                 mask[0] = rule.outside + (1 - rule.outside) * inside
         return masks
 
     def _extras(self, entry: int, view: int) -> Mapping[str, float]:
-        """Return SDXL's conditioning on size and crop (Podell et al. 2023, arXiv:2307.01952, sec. 2.2)."""
-        width, height = self.index.sizes[self.index.sample[entry]].tolist()
+        """Return SDXL's conditioning on size and crop (Podell et al. 2023, arXiv:2307.01952, sec. 2.2).
+
+        It is empty for latents from the graph: as in sampling, their conditioning says it or the model.
+        """
+        sample = self.index.sample[entry]
+        if self.images.sources[self.index.source[sample]].is_encoded:
+            return {}
+        width, height = self.index.sizes[sample].tolist()
         left, top = self.index.offsets[view].tolist()
         target_width, target_height = self.index.buckets[self.index.bucket[entry]]
         return {

@@ -30,7 +30,7 @@ from .config import DatasetConfig
 from .hashes import ContentHashes
 from .image import crop_mask
 from .image_file import BadImage
-from .index import KEY_BYTES, NO_MASK, Index, IndexBuilder, SourceRules
+from .index import KEY_BYTES, NO_KEY, Index, IndexBuilder, SourceRules
 from .latent_file import architecture_of
 from .open_sample import content_of, mask_file, open_latents, open_sample
 from .read_ahead import load_ahead
@@ -40,7 +40,7 @@ from .store import Store
 VERSION = 1
 """Part of every key; raised whenever encoded tensors change. A part that is new to keys is left out of
 them at its default."""
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def encode(
@@ -94,7 +94,7 @@ class _Work:
 
     def lacks(self, kind: str, key: bytes) -> bool:
         """Return whether an entry must be encoded."""
-        if key == NO_MASK:
+        if key == NO_KEY:
             return False
         return (self.recache and (kind, key) not in self._written) or not self.store.has(kind, key)
 
@@ -104,14 +104,14 @@ class _Work:
             self._written.add((kind, key))
 
     def text_key(self, text: str, config: DatasetConfig) -> bytes:
-        return _key("text", self.text_fingerprint, text, config.dtype)
+        return cache_key("text", self.text_fingerprint, text, config.dtype)
 
     def latent_key(self, view: View, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
         if sample.encoded:
             read_as = architecture_of(sample.name)  # decides how the file's numbers are scaled
         else:
             read_as = config.background.lower() if sample.has_alpha else ""
-        return _key(
+        return cache_key(
             "latents",
             self.image_fingerprint,
             content.hex(),
@@ -123,7 +123,7 @@ class _Work:
 
     def mask_key(self, view: View, sample: Sample, content: bytes) -> bytes:
         size = (sample.width, sample.height)
-        return _key("mask", self.reduction, content.hex(), *_geometry(view), size) if content else NO_MASK
+        return cache_key("mask", self.reduction, content.hex(), *_geometry(view), size) if content else NO_KEY
 
 
 def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[int], dict[int, str]]:
@@ -211,7 +211,7 @@ def _encode_images(
             if item.pixels is not None and work.lacks("latents", item.latent_key):
                 latents = _encode_pixels(work, item.pixels, sample.name)
             if latents is not None:
-                stored = latents.to(_DTYPES[work.images.source(sample).config.dtype])
+                stored = latents.to(DTYPES[work.images.source(sample).config.dtype])
                 work.write("latents", item.latent_key, {"latents": stored})
         yield position, ""
 
@@ -240,7 +240,7 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
             f"the text encoder returned NaN or infinite values for the caption {text!r}; load an "
             "fp16 file instead of fp8, or start ComfyUI with --fp32-text-enc."
         )
-    work.write("text", key, pack(conditioning, _DTYPES[config.dtype]))
+    work.write("text", key, pack(conditioning, DTYPES[config.dtype]))
 
 
 def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:
@@ -322,7 +322,8 @@ def _geometry(view: View) -> tuple[object, ...]:
     return view.crop.bucket, tuple(round(side, 3) for side in view.crop.box), view.flip
 
 
-def _key(*parts: object) -> bytes:
+def cache_key(*parts: object) -> bytes:
+    """Return the key of an entry that is a function of `parts`."""
     return hashlib.blake2b(
         repr((VERSION, *parts)).encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES
     ).digest()

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import to_text
+from ..config import added, to_text
 from .bucket import Size
 
 Ints = NDArray[np.int64]
 Keys = NDArray[np.uint8]
 KEY_BYTES = 16
-NO_MASK = bytes(KEY_BYTES)
+NO_KEY = bytes(KEY_BYTES)
+"""In place of a key: there is no such entry."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +36,8 @@ class SourceRules:
     """Chance of the empty caption."""
     empty: bytes
     """Key of the empty caption."""
+    reference_dropout: float = added(0.0)
+    """Chance of training without the references."""
     __repr__ = to_text  # part of the dataset's fingerprint
 
 
@@ -42,7 +45,8 @@ class SourceRules:
 class Index:
     """All entries. Arrays are (entries,), (views, ...), (samples, ...) or (texts, 16)."""
 
-    buckets: tuple[Size, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    """Sizes in pixels; of latents from the graph: width, height, ... in cells."""
     rules: tuple[SourceRules, ...]
     sample: NDArray[np.int32]
     """(entries,): position in the ImageSet."""
@@ -65,7 +69,11 @@ class Index:
     text_start: Ints
     """(samples + 1,)"""
     text_keys: Keys
-    """(texts, 16)"""
+    """(texts, 16): of captions with the sample's references, if it has any."""
+    bare_keys: Keys
+    """(texts, 16): of the same captions without references, zero where none are dropped; (0, 16) if none."""
+    empty_keys: Keys
+    """(samples, 16): of the dropped caption where each sample has its own, else zero; (0, 16) if none has."""
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +84,16 @@ class Index:
         return bytes(self.latent_keys[view])
 
     def mask_key(self, view: int) -> bytes:
-        """Return the view's mask key, NO_MASK if there is none."""
-        return bytes(self.mask_keys[view]) if len(self.mask_keys) else NO_MASK
+        """Return the view's mask key, NO_KEY if there is none."""
+        return bytes(self.mask_keys[view]) if len(self.mask_keys) else NO_KEY
+
+    def text_key(self, sample: int, text: int, *, has_caption: bool, has_references: bool) -> bytes:
+        """Return the key of a text of a sample, without its words or its references if these are dropped."""
+        if not has_caption:
+            own = bytes(self.empty_keys[sample]) if len(self.empty_keys) and has_references else NO_KEY
+            return own if own != NO_KEY else self.rules[self.source[sample]].empty
+        bare = bytes(self.bare_keys[text]) if len(self.bare_keys) and not has_references else NO_KEY
+        return bare if bare != NO_KEY else bytes(self.text_keys[text])
 
     def digest(self, entries: NDArray[np.int32]) -> str:
         """Return 32 hex digits that change with anything that changes these entries' batches."""
@@ -92,6 +108,8 @@ class Index:
         parts += _gather(self.view_start, [self.latent_keys, self.offsets], entries)
         parts += _gather(self.view_start, [self.mask_keys] if len(self.mask_keys) else [], entries)
         parts += _gather(self.text_start, [self.text_keys], samples)
+        parts += _gather(self.text_start, [self.bare_keys] if len(self.bare_keys) else [], samples)[1:]
+        parts += [self.empty_keys[samples]] if len(self.empty_keys) else []
         for part in parts:
             state.update(np.ascontiguousarray(part).tobytes())
         return state.hexdigest()
@@ -102,25 +120,40 @@ class IndexBuilder:
 
     def __init__(self, rules: Iterable[SourceRules]) -> None:
         self._rules = tuple(rules)
-        self._buckets: dict[Size, int] = {}
+        self._buckets: dict[tuple[int, ...], int] = {}
         self._entries = array("i")  # sample, bucket, repeats
         self._view_start, self._text_start = array("q", [0]), array("q", [0])
         self._latents, self._masks, self._texts = bytearray(), bytearray(), bytearray()
+        self._bare, self._empty = bytearray(), bytearray()
         self._offsets = array("i")
         self._samples = array("i")  # width, height, source
         self._content = array("Q")
 
-    def add_sample(self, size: Size, source: int, content: bytes, texts: Sequence[bytes]) -> None:
-        """Add the next image, with the digest of its content and the keys of its texts."""
+    def add_sample(
+        self,
+        size: Size,
+        source: int,
+        content: bytes,
+        texts: Sequence[bytes],
+        *,
+        bare: Sequence[bytes] = (),
+        empty: bytes = NO_KEY,
+    ) -> None:
+        """Add the next image, with the digest of its content and the keys of its texts.
+
+        `bare` are those of the same texts without references, `empty` that of its own dropped caption.
+        """
         self._samples.extend((*size, source))
         self._content.append(int.from_bytes(content[:8], "little"))
         self._texts += b"".join(texts)
+        self._bare += b"".join(bare or [NO_KEY] * len(texts))
+        self._empty += empty
         self._text_start.append(len(self._texts) // KEY_BYTES)
 
     def add_entry(
         self,
         sample: int,
-        bucket: Size,
+        bucket: tuple[int, ...],
         repeats: int,
         latents: Sequence[bytes],
         masks: Sequence[bytes],
@@ -128,7 +161,7 @@ class IndexBuilder:
     ) -> None:
         """Add an image at one resolution.
 
-        For each of its views a latent key, a mask key or NO_MASK, and the crop's offset.
+        For each of its views a latent key, a mask key or NO_KEY, and the crop's offset.
         """
         bucket_index = self._buckets.setdefault(bucket, len(self._buckets))
         self._entries.extend((sample, bucket_index, repeats))
@@ -142,7 +175,6 @@ class IndexBuilder:
         """Return the index. The builder must not be used again: the arrays share its memory."""
         entries = np.frombuffer(self._entries, np.int32).reshape(-1, 3)
         samples = np.frombuffer(self._samples, np.int32).reshape(-1, 3)
-        masks = _keys(self._masks)
         return Index(
             buckets=tuple(self._buckets),
             rules=self._rules,
@@ -151,18 +183,25 @@ class IndexBuilder:
             repeats=entries[:, 2].copy(),
             view_start=np.frombuffer(self._view_start, np.int64),
             latent_keys=_keys(self._latents),
-            mask_keys=masks if masks.any() else np.zeros((0, KEY_BYTES), np.uint8),
+            mask_keys=_keys_if_any(self._masks),
             offsets=np.frombuffer(self._offsets, np.int32).reshape(-1, 2),
             sizes=samples[:, :2].copy(),
             source=samples[:, 2].astype(np.int16),
             content=np.frombuffer(self._content, np.uint64),
             text_start=np.frombuffer(self._text_start, np.int64),
             text_keys=_keys(self._texts),
+            bare_keys=_keys_if_any(self._bare),
+            empty_keys=_keys_if_any(self._empty),
         )
 
 
 def _keys(block: bytearray) -> Keys:
     return np.frombuffer(block, np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _keys_if_any(block: bytearray) -> Keys:
+    keys = _keys(block)
+    return keys if keys.any() else np.zeros((0, KEY_BYTES), np.uint8)
 
 
 def _gather(start: Ints, flats: Sequence[NDArray[Any]], rows: NDArray[np.int32]) -> list[NDArray[Any]]:

@@ -70,13 +70,15 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
             f"each {_span(index.repeats[chosen])} times, {share:.0%} of an epoch, "
             f"loss weight {source.config.weight:g}"
         )
-    for place, (width, height) in sorted(enumerate(index.buckets), key=lambda item: item[1]):
+    is_encoded = any(source.is_encoded for source in dataset.images.sources)
+    for place, size in sorted(enumerate(index.buckets), key=lambda item: item[1]):
         count = int((index.bucket[entries] == place).sum())
         if count:
             visits = int(dataset.order.visits[place])
             steps = -(-visits // batch_size)
-            lines.append(f"Bucket {width} x {height}: {count} images, {visits} showings in {steps} steps")
-    lines += _crop_lines(dataset)
+            sides = " x ".join(map(str, size)) + (" cells" if is_encoded else "")
+            lines.append(f"Bucket {sides}: {count} images, {visits} showings in {steps} steps")
+    lines += [] if is_encoded else _crop_lines(dataset)
     return "\n".join([*lines, *_skipped(dataset.skipped)])
 
 

@@ -69,10 +69,16 @@ class Source:
     """In-memory images (H, W, 3 or 4) float32 in 0..1; image i is the sample named IN_MEMORY + i."""
     masks: tuple[Tensor, ...] = field(default=(), repr=False)
     """In-memory masks (H, W) float32 in 0..1: one per image, or none."""
+    is_encoded: bool = False
+    """Whether its samples are latents from the graph, which have no pixels."""
+    is_captioned: bool = True
+    """Whether the captions of such samples are known."""
 
     @property
     def title(self) -> str:
-        return self.root.name if self.root is not None else "images"
+        if self.root is not None:
+            return self.root.name
+        return "latents" if self.is_encoded else "images"
 
     def path(self, name: str) -> Path:
         assert self.root is not None, "in-memory images have no path"

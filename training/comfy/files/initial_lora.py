@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...adapters.build import build_adapters, ineffective_patterns, method_of, needs_base
 from ...adapters.select import select
@@ -13,13 +16,16 @@ from ...config import AdapterConfig, digest
 from ...files.lora.initial_weights import build_initial_weights, config_from_file, match_layers
 from ...files.lora.match import Matched
 from ...files.lora.read import LoraFile, read_lora
+from ...files.tensor_digest import tensor_digest
+from ...files.tensor_file import write_tensors
 from ...memory.weight_store import UNPLACED
 from ...run.saved_state import StateHandle, save_state
 from ...state import TrainState
 from ...tools.files import left_out_lines
 from ...tools.merge import digest_of_layers
+from ...user_error import UserError
 from ..model.denoiser import ComfyDenoiser
-from ..paths import graft_folder, lora_file_path, own_folder
+from ..paths import GIVEN, given_lora_path, graft_folder, lora_file_path, own_folder
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,28 @@ def match_initial_lora(denoiser: ComfyDenoiser, config: AdapterConfig) -> Initia
     if config.start_size == "file":
         config = config_from_file(matched, denoiser.specs, config)
     return InitialLora(file, config, matched)
+
+
+def store_lora_model(lora: Any) -> str:
+    """Write a LORA_MODEL of the graph into output/graft/starts; return the name for `start_from`.
+
+    The name is its content's digest, so the same LORA_MODEL starts the same run. Raises UserError for what is
+    no LORA_MODEL.
+    """
+    is_lora = isinstance(lora, Mapping) and all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in lora.items()
+    )
+    if not is_lora or not lora:
+        raise UserError(
+            "lora_model: this is no LORA_MODEL; connect what Train LoRA or Train Steps gives out."
+        )
+    tensors = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in lora.items()}
+    content = digest(sorted((key, tensor_digest(tensor).hex()) for key, tensor in tensors.items()))
+    path = given_lora_path(content)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, tensors, {})
+    return GIVEN + content
 
 
 def save_initial_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from ...family import Family, family_of
 from ...frozen_base.frozen_layer import LayerSpec
 from ...memory.activation_checkpointing import repeated_blocks
 from ...memory.weight_store import Store
-from ...model import OFFLOAD_ALL, Batch, Conditioning, HeldBase, OffloadOptions, Sampling
+from ...model import OFFLOAD_ALL, Batch, Conditioning, HeldBase, OffloadOptions, Sampling, tensors_in
 from ...user_error import UserError
 from ..versions import training_mode
 from . import weights
@@ -144,10 +145,12 @@ class ComfyDenoiser:
         Raises UserError for latents of another kind of VAE, such as images for a video model.
         """
         axes = LATENTS[self.model.latent_format.latent_dimensions]
-        if latents.ndim != len(axes):
+        channels = self.model.latent_format.latent_channels
+        if latents.ndim != len(axes) or latents.shape[1] != channels:
             raise UserError(
-                f"{self.family.name} takes latents of ({', '.join(axes)}), but these have the shape "
-                f"{tuple(latents.shape)}: encode the dataset with the VAE that belongs to the model."
+                f"{self.family.name} takes latents of ({', '.join(axes)}) with {channels} channels, but "
+                f"these have the shape {tuple(latents.shape)}: encode the dataset with the VAE that belongs "
+                "to the model."
             )
         return self.model.process_latent_in(latents)  # type: ignore[no-any-return]
 
@@ -157,15 +160,23 @@ class ComfyDenoiser:
         samples = self.conditions(x_t, batch)
         # One call for each group that ComfyUI could batch as well: captions of one length, say.
         groups = group_compatible(samples)
-        parts = [
-            self.model.apply_model(
-                take_rows(x_t, members),
-                take_rows(sigma, members),
-                transformer_options={**options, "sigmas": take_rows(sigma, members)},
-                **join_conditions([samples[i] for i in members]),
-            )
-            for members in groups
-        ]
+        try:
+            parts = [
+                self.model.apply_model(
+                    take_rows(x_t, members),
+                    take_rows(sigma, members),
+                    transformer_options={**options, "sigmas": take_rows(sigma, members)},
+                    **join_conditions([samples[i] for i in members]),
+                )
+                for members in groups
+            ]
+        except RuntimeError as error:
+            if not MISMATCH.search(str(error)):
+                raise
+            raise UserError(
+                f"{self.family.name} cannot take this conditioning ({_described(batch.conditioning[0])}): "
+                f"{error}. Encode the dataset with the text encoders and the VAE that belong to the model."
+            ) from error
         # Results come in the order of the groups: put them back into the batch's own order.
         order = [i for members in groups for i in members]
         return take_rows(torch.cat(parts), sorted(range(len(order)), key=order.__getitem__))
@@ -182,8 +193,13 @@ class ComfyDenoiser:
 
     def _conditioning(self, batch: Batch) -> Sequence[Conditioning]:
         """Return the cached conditioning, or new ones while text encoders are trained, each caption once."""
-        if self.text is None or not batch.captions:
+        if self.text is None:
             return batch.conditioning
+        if not batch.captions:
+            raise UserError(
+                "captions: missing; the LoRA trains the text encoders, which need the texts. Connect them to "
+                "Dataset From Latents, or set text_encoder to 0 in Build LoRA."
+            )
         encoded: dict[str, Conditioning] = {}
         for caption, cached in zip(batch.captions, batch.conditioning, strict=True):
             encoded[caption] = encoded.get(caption) or self.text.encode(caption, cached)
@@ -206,6 +222,15 @@ class ComfyDenoiser:
     @property
     def pixels_per_cell(self) -> int:
         return int(getattr(self.model.latent_format, "spacial_downscale_ratio", 8))
+
+
+MISMATCH = re.compile("shapes cannot be multiplied|same reduction dim|normalized_shape")
+"""In what PyTorch says of tensors that a layer cannot take, computed or estimated."""
+
+
+def _described(conditioning: Conditioning) -> str:
+    shapes = {name: [tuple(t.shape) for t in tensors_in(value)] for name, value in conditioning.items()}
+    return ", ".join(f"{name} {' '.join(map(str, each))}" for name, each in shapes.items() if each)
 
 
 ONE_PROMPT = {"cond_or_uncond": [0], "uuids": [uuid.uuid4()]}
