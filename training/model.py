@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -145,6 +146,17 @@ class Denoiser(Protocol):
     def is_base(self, known_as: str) -> bool:
         """Return whether a state whose `base` is `known_as` was trained on this one; earlier versions
         had other fingerprints."""
+        ...
+
+    @property
+    def structure(self) -> str:
+        """Digest of all that decides which tensors a step over a batch makes: the same for every base of one
+        architecture."""
+        ...
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder for what later runs need not compute again; None keeps nothing."""
         ...
 
     @property

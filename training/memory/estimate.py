@@ -23,6 +23,7 @@ from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ..model import Batch, Denoiser, HeldBase
 from ..objective.loss import loss_at
 from .activation_checkpointing import checkpoint_blocks, repeated_blocks
+from .alike import Timeline, compute_alike_once, total
 from .offload import is_worth_moving, pinned_size
 from .tensor_counter import LiveTensors, tensors_of
 from .weight_store import UNPLACED
@@ -66,12 +67,13 @@ def estimate_step(
     dtype: torch.dtype,
     *,
     copies: bool = False,
+    alike: bool = True,
 ) -> StepEstimate:
     """Estimate a step over `batch` with adapters on the `adapted` layers and checkpointing `mode`.
 
-    `copies` is for networks that change saved tensors in place (`in_place.py`). Block inputs that
-    "block-offload" moves to host memory are not counted, on any device. Raises RuntimeError if shapes depend
-    on floating-point numbers.
+    `copies` is for networks that change saved tensors in place (`in_place.py`). Of alike blocks only the
+    first is computed (`alike.py`), unless `alike` is False. Block inputs that "block-offload" moves to host
+    memory are not counted, on any device. Raises RuntimeError if shapes depend on floating-point numbers.
     """
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
@@ -91,7 +93,8 @@ def estimate_step(
         on_device = "block" if mode == "block-offload" else mode
         stack.enter_context(checkpoint_blocks(base.module, units, on_device, copies=copies))
         inputs: list[list[int]] = []
-        for block in repeated_blocks(base.module, units).values():
+        blocks = repeated_blocks(base.module, units)
+        for block in blocks.values():
             stack.callback(block.register_forward_pre_hook(_record_inputs(inputs), with_kwargs=True).remove)
         x0 = torch.zeros(batch.latents.shape, device=denoiser.device)
         sigma = torch.full((len(x0),), 0.5, device=denoiser.device)
@@ -99,11 +102,19 @@ def estimate_step(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         live = stack.enter_context(LiveTensors())
         stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
+        timeline = Timeline(live)
+        if alike and not copies:
+            stack.enter_context(compute_alike_once(timeline, blocks, base.layers, adapters))
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
         # Whatever is alive between the passes is what autograd saved for the second one.
-        saved = live.now
+        timeline.cut()
+        between = len(timeline.pieces)
         loss.backward()  # type: ignore[no-untyped-call]
-    estimate = StepEstimate(saved, live.peak, live.flops, inputs, loose)
+        timeline.cut()
+    if not timeline.is_whole:  # nothing reads what the first of alike blocks computes
+        return estimate_step(denoiser, adapted, config, batch, mode, dtype, copies=copies, alike=False)
+    saved, step = total(timeline.pieces[:between]).change, total(timeline.pieces)
+    estimate = StepEstimate(saved, step.peak, step.flops, inputs, loose)
     return estimate.as_block_offload() if mode == "block-offload" else estimate
 
 

@@ -25,6 +25,7 @@ from ..user_error import UserError
 from .activation_checkpointing import MODES
 from .estimate import StepEstimate, estimate_step
 from .in_place import is_changed_in_place
+from .known_estimates import KnownEstimates, estimate_key
 from .precision import compute_dtype
 from .weight_store import STORES, block_bytes, is_quantized, weight_bytes
 
@@ -168,9 +169,13 @@ def plans_that_fit(
     ):
         return plans
     estimate = estimate or make_estimator(denoiser, adapted, config, batch)
+    dtype = compute_dtype(config.memory, denoiser)
     try:
         # The first that fits is the fastest; those behind it are for when memory runs out all the same.
         for index, plan in enumerate(plans):
+            weights = weight_bytes(denoiser.specs, denoiser.family.blocks, plan.base, dtype)
+            if weights > budget and plan is not plans[-1]:
+                continue  # no step is estimated where not even the base fits
             each = estimate(plan)
             if each.peak <= budget * (1 - RESERVE):
                 log.info("%s takes %s of %s.", plan, gib(each.peak), gib(budget))
@@ -206,7 +211,8 @@ def fill_device(plan: MemoryPlan, estimate: Estimate, budget: int) -> Sequence[M
 def make_estimator(
     denoiser: Denoiser, adapted: Mapping[str, LayerSpec], config: TrainConfig, batch: Batch
 ) -> Callable[[MemoryPlan], Estimate]:
-    """Return a function that estimates plans; it estimates each checkpointing mode once.
+    """Return a function that estimates plans; it estimates each checkpointing mode once, and no mode that an
+    earlier run has estimated.
 
     It raises RuntimeError for networks that `estimate_step` cannot follow.
     """
@@ -215,8 +221,18 @@ def make_estimator(
     sizes = block_bytes(denoiser.specs, blocks, dtype)
     adapters, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
 
+    known = KnownEstimates(denoiser.cache_folder)
+
     @cache
     def step(mode: str) -> StepEstimate:
+        key = estimate_key(denoiser, adapted, config.adapter, batch, mode, dtype)
+        estimate = known.recall(key)
+        if estimate is None:
+            estimate = compute_step(mode)
+            known.remember(key, estimate)
+        return estimate
+
+    def compute_step(mode: str) -> StepEstimate:
         compute = partial(estimate_step, denoiser, adapted, config.adapter, batch, mode, dtype)
         try:
             return compute()

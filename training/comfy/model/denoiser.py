@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import comfy.conds
@@ -23,12 +24,14 @@ from ...memory.activation_checkpointing import repeated_blocks
 from ...memory.weight_store import Store
 from ...model import OFFLOAD_ALL, Batch, Conditioning, HeldBase, OffloadOptions, Sampling, tensors_in
 from ...user_error import UserError
+from ..paths import cache_folder
 from ..versions import training_mode
 from . import weights
 from .conditioning import as_sampled
 from .device import free_bytes, supported_dtypes
 from .differentiable import make_differentiable
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
+from .structure import structure
 from .text_encoders import TextEncoders
 from .unload import unload
 
@@ -71,6 +74,15 @@ class ComfyDenoiser:
     @cached_property
     def dtypes(self) -> Sequence[torch.dtype]:
         return supported_dtypes(self.model.model_config, self.device)
+
+    @cached_property
+    def structure(self) -> str:
+        text = {"text": self.text.model} if self.text else {}
+        return structure({"network": self.network, **text}, map(str, self.patcher.patches), self._options)
+
+    @property
+    def cache_folder(self) -> Path:
+        return cache_folder()
 
     def free_bytes(self) -> int | None:
         unload(*self._patchers)
