@@ -121,16 +121,10 @@ NARROW: Mapping[str, BaseModel] = {
 def build(model: BaseModel, dtype: torch.dtype, *, seed: int = 0) -> Any:
     """Return a ModelPatcher with random weights that keep the size of what passes through, in host memory as
     ComfyUI's loaders leave them."""
-    import comfy.ldm.flux.model
     import comfy.model_management
     import comfy.model_patcher
-    import comfy.supported_models
 
-    network = dict(model.network)
-    if "txt_ids_dims" in network and "txt_ids_dims" not in _fields(comfy.ldm.flux.model.FluxParams):
-        del network["txt_ids_dims"]  # of newer versions
-    config = getattr(comfy.supported_models, model.config)(network)
-    config.set_inference_dtype(dtype, None)
+    config = _config_of(model, dtype)
     with torch.inference_mode(False):
         made = config.get_model({}, "", device=HOST)
         made.diffusion_model.to(dtype=dtype)
@@ -143,6 +137,30 @@ def build(model: BaseModel, dtype: torch.dtype, *, seed: int = 0) -> Any:
 
     patcher.cached_patcher_init = (again, ())  # how newer versions make a copy for their training node
     return patcher
+
+
+def build_outline(model: BaseModel, dtype: torch.dtype) -> Any:
+    """Return a ModelPatcher on the CPU whose weights are fake tensors: shapes only."""
+    import comfy.model_patcher
+
+    from ...training.comfy.model.outline import make_fake
+
+    made = _config_of(model, dtype).get_model({}, "", device=torch.device("meta"))
+    make_fake(made.diffusion_model)
+    return comfy.model_patcher.ModelPatcher(made, load_device=HOST, offload_device=HOST)
+
+
+def _config_of(model: BaseModel, dtype: torch.dtype) -> Any:
+    """Return ComfyUI's configuration of the model."""
+    import comfy.ldm.flux.model
+    import comfy.supported_models
+
+    network = dict(model.network)
+    if "txt_ids_dims" in network and "txt_ids_dims" not in _fields(comfy.ldm.flux.model.FluxParams):
+        del network["txt_ids_dims"]  # of newer versions
+    config = getattr(comfy.supported_models, model.config)(network)
+    config.set_inference_dtype(dtype, None)
+    return config
 
 
 def batch_of(model: BaseModel, size: int = 1, *, latents: tuple[int, int] | None = None) -> Batch:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import comfy.model_patcher
-import comfy.supported_models
+from dataclasses import replace
+
 import pytest
 import torch
 
-from graft.commands.bench.base_models import NARROW, SMALL, batch_of
+from graft.commands.bench.base_models import NARROW, SMALL, batch_of, build_outline
 from graft.tests.support import dynamic_vram
 from graft.training.adapters.build import select
-from graft.training.comfy.model import outline
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig
 from graft.training.memory.alike import Blocks
@@ -36,14 +35,8 @@ input has no gradient) and the last (of SD3, which makes no text)."""
 def deeper(name):
     """Return an outline with alike blocks, and a batch for it."""
     model, blocks, *_ = DEEPER[name]
-    network = {key: value for key, value in {**model.network, **blocks}.items() if key != "txt_ids_dims"}
-    config = getattr(comfy.supported_models, model.config)(network)
-    config.set_inference_dtype(torch.bfloat16, None)
-    made = config.get_model({}, "", device=torch.device("meta"))
-    outline._make_fake(made.diffusion_model)
-    cpu = torch.device("cpu")
-    patcher = comfy.model_patcher.ModelPatcher(made, load_device=cpu, offload_device=cpu)
-    return ComfyDenoiser(patcher), batch_of(model)
+    deeper = replace(model, network={**model.network, **blocks})
+    return ComfyDenoiser(build_outline(deeper, torch.bfloat16)), batch_of(model)
 
 
 @pytest.mark.parametrize("name", DEEPER)

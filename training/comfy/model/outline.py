@@ -39,7 +39,7 @@ def outline(path: Path) -> ComfyDenoiser:
         raise UserError(f"{path.name}: not a base model that ComfyUI recognizes; give its own file.")
     config.set_inference_dtype(torch.bfloat16, None)
     model = config.get_model(shapes, prefix, device=torch.device("meta"))
-    _make_fake(model.diffusion_model)
+    make_fake(model.diffusion_model)
     _copy_float8(shapes, prefix, model.diffusion_model)
     cpu = torch.device("cpu")
     return ComfyDenoiser(comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
@@ -73,7 +73,7 @@ def _shapes(path: Path) -> dict[str, Tensor]:
     return shapes
 
 
-def _make_fake(network: nn.Module) -> None:
+def make_fake(network: nn.Module) -> None:
     """Replace a network's tensors on the meta device by fake ones on the CPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in network.modules():
