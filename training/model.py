@@ -160,6 +160,11 @@ class Denoiser(Protocol):
         ...
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether the weights stay in their file instead of host memory."""
+        ...
+
+    @property
     def sampling(self) -> Sampling: ...
 
     @property
@@ -186,7 +191,7 @@ class Denoiser(Protocol):
     ) -> AbstractContextManager[HeldBase]:
         """Own the weights during the context: computing in `dtype`, restored exactly on every exit.
 
-        `store` is one of `memory.weight_store.STORES`; `offload` counts if it is "offload".
+        `store` is one of `memory.weight_store.STORES`; `offload` counts if it copies blocks at each use.
         """
         ...
 

@@ -21,7 +21,7 @@ from graft.training.comfy.model.outline import outline, outlined_batch
 from graft.training.config import AdapterConfig
 from graft.training.family import FAMILIES, Caption
 from graft.training.memory.estimate import estimate_step
-from graft.training.memory.weight_store import weight_bytes
+from graft.training.memory.weight_store import STORES, weight_bytes
 
 pytestmark = dynamic_vram.is_off("`graft plan` is a program of its own, which does not switch it on")
 PLANNED = [name for name, (_, family) in FILES.items() if "Flux" not in family]
@@ -87,7 +87,9 @@ def test_the_command_prints_every_plan(tmp_path, capsys, tiny_captions):
     save_file({f"model.diffusion_model.{name}": t.contiguous() for name, t in weights.items()}, path)
     assert main(["plan", str(path), "--card", "24GB", "--resolution", "64", "--rank", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("SD3, 64 pixels, batch 1, lora of rank 4") and len(lines) == 2 + 5 * 4
+    assert (
+        lines[0].startswith("SD3, 64 pixels, batch 1, lora of rank 4") and len(lines) == 2 + len(STORES) * 4
+    )
     assert all(line.endswith("fits") for line in lines[2:])
     assert main(["plan", str(path), "--card", "0.001GB", "--resolution", "64", "--tflops", "100"]) == 0
     assert "too large" in (text := capsys.readouterr().out) and " s " in text

@@ -184,7 +184,7 @@ def test_a_run_is_the_same_run_wherever_its_data_is(base):
     def key(**memory):
         return run_key(TinyDenoiser(), TinyDataset(), TrainConfig(memory=MemoryConfig(**memory)), None)
 
-    moves = base in ("resident", "offload")
+    moves = base in ("resident", "offload", "stream")
     assert (key(base=base, checkpointing="block", budget_gb=4.0) == key()) == moves
 
 

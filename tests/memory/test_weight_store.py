@@ -108,7 +108,14 @@ def test_offloaded_blocks_cost_two_of_them_on_the_device():
 def test_what_a_file_rounded_counts_as_the_file_has_it():
     specs = {f"blocks.{i}.mlp": LayerSpec("linear", (64, 64), quantized_bytes=4096) for i in range(10)}
     sizes = {store: weight_bytes(specs, ("blocks.*",), store, torch.bfloat16) for store in STORES}
-    assert sizes == {"resident": 40960, "fp8": 40960, "int8": 40960, "nf4": 21145, "offload": 8192}
+    assert sizes == {
+        "resident": 40960,
+        "fp8": 40960,
+        "int8": 40960,
+        "nf4": 21145,
+        "offload": 8192,
+        "stream": 8192,
+    }
 
 
 class Logging:

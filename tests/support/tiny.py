@@ -100,7 +100,7 @@ class TinyDenoiser:
         torch.manual_seed(seed)
         self.module = Network().requires_grad_(False)
         self.fingerprint = f"tiny-{seed}"
-        self.structure, self.cache_folder = "tiny", None
+        self.structure, self.cache_folder, self.is_mapped = "tiny", None, False
         self.overwrite = overwrite
         self.buffer = torch.zeros(32 * 32 * 9)
 

@@ -80,7 +80,7 @@ class Timeline:
         self.live.peak = self._now = self.live.now
         self._flops = self.live.flops
 
-    def cut(self) -> Piece:
+    def end_piece(self) -> Piece:
         """End the piece that is being measured, and begin the next one."""
         live = self.live
         piece = Piece(live.now - self._now, live.peak - self._now, live.flops - self._flops)
@@ -93,9 +93,9 @@ class Timeline:
         """Return whether every block that others refer to has had its backward pass."""
         return not any(isinstance(entry, Alike) and entry.backward is None for entry in self.pieces)
 
-    def insert(self, piece: Piece | Alike) -> None:
+    def add_piece(self, piece: Piece | Alike) -> None:
         """Put a stand-in's piece here: its forward pass, or the backward pass of the block it stands for."""
-        self.cut()
+        self.end_piece()
         self.pieces.append(piece)
 
 
@@ -136,7 +136,7 @@ class Blocks:
         self, key: Hashable, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Tensor]
     ) -> Any:
         """Compute a block between two marks, for those that are alike."""
-        self.timeline.cut()
+        self.timeline.end_piece()
         border = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         users = [_count_users(tensor) for tensor in inputs]
         measured = _Backward(self.timeline, border)
@@ -150,7 +150,7 @@ class Blocks:
         del args, marked  # whatever else uses the inputs' memory now saves them
         saved = [_count_users(tensor) > before for tensor, before in zip(inputs, users, strict=True)]
         again = _Mark.apply(measured.begin, *outputs)  # type: ignore[no-untyped-call]
-        piece = self.timeline.cut()
+        piece = self.timeline.end_piece()
         self.known[key] = None
         if is_pure and outputs:
             forward_piece = replace(piece, change=piece.change - sum(made.values()))
@@ -171,12 +171,12 @@ class _Backward:
 
     def begin(self, gradients: Sequence[Tensor | None]) -> None:
         """Note the gradients of the outputs."""
-        self.timeline.cut()
+        self.timeline.end_piece()
         self.border.update({_storage(g): g.untyped_storage().nbytes() for g in gradients if g is not None})
 
     def end(self, gradients: Sequence[Tensor | None]) -> None:
         """Note the gradients of the inputs, and what the pass took."""
-        piece = self.timeline.cut()
+        piece = self.timeline.end_piece()
         died = sum(size for storage, size in self.border.items() if storage.expired())  # type: ignore[no-untyped-call, misc]
         made = {_storage(g): g.untyped_storage().nbytes() for g in gradients if g is not None}
         born = sum(size for storage, size in made.items() if storage not in self.border)
@@ -210,7 +210,7 @@ class _StandIn(torch.autograd.Function):
     def forward(ctx: Any, timeline: Timeline, alike: Alike, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.timeline, ctx.alike, ctx.inputs = timeline, alike, [*map(_layout, inputs)]
         ctx.save_for_backward(*(t for t, saved in zip(inputs, alike.saved, strict=True) if saved))
-        timeline.insert(alike.forward)
+        timeline.add_piece(alike.forward)
         outputs = tuple(layout.empty() for layout in alike.outputs)
         pairs = zip(outputs, alike.outputs, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, layout in pairs if not layout.needs_grad))
@@ -218,7 +218,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.timeline.insert(ctx.alike)
+        ctx.timeline.add_piece(ctx.alike)
         return None, None, *(layout.empty() if layout.needs_grad else None for layout in ctx.inputs)
 
 
@@ -259,10 +259,12 @@ def _structure(
 
 
 def settings_and_shapes(module: nn.Module) -> Hashable:
-    """Return a module's plain attributes, and the shapes and dtypes of its own tensors."""
+    """Return a module's plain attributes, the names of its own functions, and its tensors' shapes."""
     own = {**module._parameters, **module._buffers}
     shapes = tuple((name, tuple(t.shape), t.dtype) for name, t in own.items() if t is not None)
-    return shapes, tuple(each for each in vars(module).items() if isinstance(each[1], PLAIN))
+    plain = tuple(each for each in vars(module).items() if isinstance(each[1], PLAIN))
+    functions = tuple((n, getattr(f, "__qualname__", "")) for n, f in vars(module).items() if callable(f))
+    return shapes, plain, functions
 
 
 def _signature(value: Any) -> Hashable:

@@ -107,10 +107,10 @@ def estimate_step(
             stack.enter_context(compute_alike_once(timeline, blocks, base.layers, adapters))
         loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
         # Whatever is alive between the passes is what autograd saved for the second one.
-        timeline.cut()
+        timeline.end_piece()
         between = len(timeline.pieces)
         loss.backward()  # type: ignore[no-untyped-call]
-        timeline.cut()
+        timeline.end_piece()
     if not timeline.is_whole:  # nothing reads what the first of alike blocks computes
         return estimate_step(denoiser, adapted, config, batch, mode, dtype, copies=copies, alike=False)
     saved, step = total(timeline.pieces[:between]).change, total(timeline.pieces)

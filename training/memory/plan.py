@@ -27,7 +27,7 @@ from .estimate import StepEstimate, estimate_step
 from .in_place import is_changed_in_place
 from .known_estimates import KnownEstimates, estimate_key
 from .precision import compute_dtype
-from .weight_store import STORES, block_bytes, is_quantized, weight_bytes
+from .weight_store import COPIED, STORES, block_bytes, is_quantized, layer_bytes, weight_bytes
 
 GIB = 1 << 30
 
@@ -71,9 +71,9 @@ class Estimate:
     optimizing: int = 0
     """Bytes of gradients and temporary tensors during the optimizer's step, after both passes."""
     host: int = 0
-    """Bytes of host memory: the base's weights and block inputs."""
+    """Bytes of host memory: the base's weights or the buffers that they pass, and block inputs."""
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Block -> bytes copied from host memory in each pass."""
+    """Block -> bytes copied to the device in each pass."""
     passes: int = 0
     """Passes through the blocks in a step, forward, backward and recomputing."""
     correction: float = 1.0
@@ -91,8 +91,12 @@ class Estimate:
         """Return the time of a step; `flops` and `bandwidth` (bytes) are per second, and copies overlap."""
         return max(self.step.flops / flops, self.moved(budget) / bandwidth)
 
+    def read_rate(self, flops: float, budget: int | None = None) -> float:
+        """Return the bytes a second that a file must give so that no step waits for it."""
+        return self.moved(budget) * flops / self.step.flops
+
     def moved(self, budget: int | None = None) -> int:
-        """Return the bytes copied from host memory in a step."""
+        """Return the bytes copied to the device in a step."""
         stay = self.blocks_on_device(budget)
         return self.passes * sum(size for block, size in self.blocks.items() if block not in stay)
 
@@ -112,15 +116,18 @@ class Estimate:
         return frozenset()
 
 
-def candidates(config: MemoryConfig) -> Sequence[MemoryPlan]:
+def candidates(config: MemoryConfig, *, is_mapped: bool = False) -> Sequence[MemoryPlan]:
     """Return the plans that the settings allow, fastest first; all train to the same result.
+
+    A base that `is_mapped` from its file, as host memory is too small for it, is streamed, not offloaded.
 
     Raises UserError for unknown settings.
     """
     for name, value, known in (("base", config.base, STORES), ("checkpointing", config.checkpointing, MODES)):
         if value != "auto" and value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
-    bases = ("resident", "offload") if config.base == "auto" else (config.base,)
+    copied = "stream" if is_mapped else "offload"
+    bases = ("resident", copied) if config.base == "auto" else (config.base,)
     modes = tuple(MODES) if config.checkpointing == "auto" else (config.checkpointing,)
     return [MemoryPlan(base, mode) for base in bases for mode in modes]
 
@@ -158,9 +165,9 @@ def plans_that_fit(
     An offloaded base first keeps as many blocks on the device as fit; if memory runs out all the same, the
     plan is tried again without them.
     """
-    plans = candidates(config.memory)
+    plans = candidates(config.memory, is_mapped=denoiser.is_mapped)
     # A single plan leaves no choice, unless its blocks can stay on the device or a budget must hold.
-    matters = len(plans) > 1 or plans[0].base == "offload" or bool(config.memory.budget_gb)
+    matters = len(plans) > 1 or plans[0].base in COPIED or bool(config.memory.budget_gb)
     if (
         batch is None
         or budget is None
@@ -248,15 +255,18 @@ def make_estimator(
         # "block" and "block-offload" share one estimate.
         moves = plan.checkpointing == "block-offload"
         passes = step("block").as_block_offload() if moves else step(plan.checkpointing)
-        offloaded = sizes if plan.base == "offload" else {}
+        copied = sizes if plan.base in COPIED else {}
+        # A streamed base takes two pinned buffers of host memory, each for the largest layer.
+        buffers = 2 * max((layer_bytes(spec, dtype) for spec in denoiser.specs.values()), default=0)
+        host = {"offload": sum(sizes.values()), "stream": buffers}.get(plan.base, 0)
         return Estimate(
             plan,
             weights=weights + passes.loose,
             adapters=adapters,
             step=passes,
             optimizing=optimizing,
-            host=sum(offloaded.values()) + (passes.host if moves else 0),
-            blocks=offloaded,
+            host=host + (passes.host if moves else 0),
+            blocks=copied,
             passes=2 if plan.checkpointing in ("none", "selective") else 3,
         )
 

@@ -72,8 +72,9 @@ def format_plans(
 ) -> str:
     """Return the plans as a table, one a line: device and host memory, time of a step, and whether it fits.
 
-    Without `flops` (operations a second of the device), times are multiples of the fastest plan's. For an
-    offloaded base, sizes are the least it takes, and times those with as many blocks on the device as fit.
+    Without `flops` (operations a second of the device), times are multiples of the fastest plan's. For a base
+    that is offloaded or streamed, sizes are the least it takes, and times those with as many blocks on the
+    device as fit; a streamed one must be read from its file that fast.
     """
     rows: list[tuple[str, ...]] = [
         ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
@@ -83,6 +84,10 @@ def format_plans(
         relative = f"x {e.step.flops / fastest:.2f}"
         time = relative if flops is None else f"{e.seconds(flops, bandwidth, budget):.3g} s"
         fits = "" if budget is None else "fits" if e.peak <= budget * (1 - RESERVE) else "too large"
+        if e.plan.base == "stream":
+            moved = e.moved(budget)
+            rate = gib(moved) + " a step" if flops is None else gib(int(e.read_rate(flops, budget))) + "/s"
+            fits = ", ".join(filter(None, (fits, f"reads {rate}")))
         sizes = (gib(size) if size else "-" for size in (e.weights, e.adapters, e.step_peak, e.peak, e.host))
         rows.append((e.plan.base, e.plan.checkpointing, *sizes, time, fits))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -9,16 +9,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from ..family import block_of
+from ..files.mapped_file import MappedFile
 from ..frozen_base.frozen_layer import Fetch, LayerSpec
 from ..model import OFFLOAD_ALL, OffloadOptions
 from ..user_error import UserError
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Parts, StoredWeight, plain, quantize
+from .stream import FileSource, StagedCopier
 
-STORES = ("resident", "fp8", "int8", "nf4", "offload")
-"""On the device in the compute dtype; on the device in fewer bits; in host memory."""
+STORES = ("resident", "fp8", "int8", "nf4", "offload", "stream")
+"""On the device in the compute dtype; on the device in fewer bits; in host memory; in their file."""
+
+COPIED = ("offload", "stream")
+"""Stores that copy a block to the device at each use, one block ahead."""
 
 UNPLACED = "unplaced"
 """Weights stay where the loader put them and move at each use: for estimates, which compute nothing, and for
@@ -38,8 +44,11 @@ class Store:
     ring: Ring | None = None
     offload: OffloadOptions = OFFLOAD_ALL
     pinned: PinnedMemory = field(init=False)
+    file: MappedFile | None = None
+    """The file that the weights lie in; for "stream"."""
+    source: FileSource = field(init=False)
     sizes: dict[str, int] = field(default_factory=dict)
-    """Block -> bytes of its weights in host memory."""
+    """Block -> bytes of its weights that are copied."""
     in_use: tuple[str, Parts] = "", ()
     """The layer copied last, and its copies: DoRA fetches each weight twice."""
 
@@ -47,8 +56,11 @@ class Store:
         if self.name not in (*STORES, UNPLACED):
             raise UserError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
         self.pinned = self.offload.pinned or PinnedMemory(self.offload.host_reserve)
-        if self.name == "offload" and has_streams(self.device):
-            self.ring = Ring(StreamCopier(self.device), 0)
+        self.source = FileSource(self.file)
+        if self.name in COPIED and has_streams(self.device):
+            stages = self.name == "stream"
+            copier = StagedCopier(self.device, self.source) if stages else StreamCopier(self.device)
+            self.ring = Ring(copier, 0)
 
     def release(self) -> None:
         """Free this hold's host memory; its layers must no longer be used."""
@@ -66,8 +78,8 @@ class Store:
         if block is not None and is_quantized(spec, self.name):
             whole = move_to(weight, self.device).dequantize(torch.float32)
             return _resident_fetch(quantize(whole, self.name, self.dtype))
-        if self.name == "offload" and block is not None and block not in self.offload.blocks_on_device:
-            return self._offload(path, block, weight)
+        if self.name in COPIED and block is not None and block not in self.offload.blocks_on_device:
+            return (self._offload if self.name == "offload" else self._stream)(path, block, weight)
         return _resident_fetch(self._place(weight))
 
     def _place(self, weight: StoredWeight) -> StoredWeight:
@@ -80,10 +92,28 @@ class Store:
             host = self._cast(weight)
             return lambda dtype, device: move_to(host, device).dequantize(dtype)
         pinned = self.pinned.weights.get(path) or self._pin(path, self._cast(weight))
-        keys, dequantize = [(path, index) for index in range(len(pinned.parts))], pinned.dequantize_parts
-        for key, part in zip(keys, pinned.parts, strict=True):
+        return self._add_to(ring, path, block, pinned)
+
+    def _stream(self, path: str, block: str, weight: StoredWeight) -> Fetch:
+        source, ring = self.source, self.ring
+        for part in weight.parts:
+            source.add(part)
+        if ring is not None:
+            return self._add_to(ring, path, block, weight)
+
+        def fetch(dtype: torch.dtype, device: torch.device) -> Tensor:
+            for part in weight.parts:
+                source.note_use(block, part)
+            return move_to(weight, device).dequantize(dtype)
+
+        return fetch
+
+    def _add_to(self, ring: Ring, path: str, block: str, host: StoredWeight) -> Fetch:
+        """Add a layer's host weight to the ring; return the function that brings it to the device."""
+        keys, dequantize = [(path, index) for index in range(len(host.parts))], host.dequantize_parts
+        for key, part in zip(keys, host.parts, strict=True):
             ring.add(key, part)
-        self.sizes[block] = self.sizes.get(block, 0) + pinned.nbytes
+        self.sizes[block] = self.sizes.get(block, 0) + host.nbytes
         # One block ahead: enough to hide the copies, and `weight_bytes` counts two blocks on the device.
         ring.ahead = max(self.sizes.values())
         return lambda dtype, device: dequantize(self._copy(ring, path, keys), dtype).to(device)
@@ -136,7 +166,7 @@ def weight_bytes(
     for path, spec in specs.items():
         is_quantized_here = is_quantized(spec, store) and block_of(path, blocks) is not None
         total += spec.numel * bits[store] / 8 if is_quantized_here else layer_bytes(spec, dtype)
-    if store == "offload":
+    if store in COPIED:
         sizes = block_bytes(specs, blocks, dtype).values()
         total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the next one
     return int(total)

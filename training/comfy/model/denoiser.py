@@ -30,6 +30,7 @@ from . import weights
 from .conditioning import as_sampled
 from .device import free_bytes, supported_dtypes
 from .differentiable import make_differentiable
+from .file_weights import mapped_file, move_to_file
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
 from .structure import structure
 from .text_encoders import TextEncoders
@@ -84,6 +85,10 @@ class ComfyDenoiser:
     def cache_folder(self) -> Path:
         return cache_folder()
 
+    @property
+    def is_mapped(self) -> bool:
+        return mapped_file(self.network) is not None
+
     def free_bytes(self) -> int | None:
         unload(*self._patchers)
         return free_bytes(self.device)
@@ -134,11 +139,16 @@ class ComfyDenoiser:
             for name, value in {**objects, "manual_cast_dtype": dtype}.items():
                 stack.callback(_set_attribute(self.model, name, value))
             try:
-                weight_store = Store(store, self.family.blocks, dtype, self.device, offload=offload)
+                file = move_to_file(self.network) if store == "stream" else None
+                weight_store = Store(
+                    store, self.family.blocks, dtype, self.device, offload=offload, file=file
+                )
                 stack.callback(weight_store.release)
                 base = stack.enter_context(
                     weights.hold_weights(self.patcher, self.network, NETWORK, weight_store)
                 )
+                if store == "stream":
+                    weight_store.source.warn_of_memory()
                 stack.enter_context(make_differentiable(self.network))
                 stack.enter_context(cancellable(repeated_blocks(self.network, self.family.checkpointed)))
                 # Adapters see one mapping of layers; the text encoders' paths begin with `family.TEXT`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import comfy.utils
 import folder_paths
 
 from ...family import FAMILIES
+from ...files.mapped_file import MappedFile
 from ...files.tensor_file import TensorFile
 from ...job.graph import FROM_CHECKPOINT
+from ...log import log
 from ...memory.precision import DTYPES
 from ...user_error import UserError
 from ..paths import listed, listed_file
+from .file_weights import dtype_of, is_too_large, map_weights, remember_file
 from .fingerprint import FileDigests, remember
 
 
@@ -38,17 +41,27 @@ def vae_files() -> list[str]:
     return listed("vae")
 
 
-def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) -> tuple[Any, Any, Any]:
+def load_base(
+    model: str, text_encoders: Sequence[str], vae: str, dtype: str, *, stay_in_file: bool | None = None
+) -> tuple[Any, Any, Any]:
     """Return (MODEL, CLIP, VAE); CLIP and VAE are None if neither the checkpoint nor a file has one.
 
-    Names are relative to ComfyUI's model folders. Raises UserError naming the file if it is not a
-    readable .safetensors base model.
+    Names are relative to ComfyUI's model folders. With `stay_in_file`, the MODEL's weights are mapped, in the
+    file's dtype if `dtype` is "auto"; None maps a file that is too large for host memory. Raises UserError
+    naming the file if it is not a readable .safetensors base model.
     """
     path = model_path(model)
     options = {} if dtype == "auto" else {"dtype": DTYPES[dtype]}
     keys = require_safetensors(path)
     digests = FileDigests(path)
-    with read_ahead(path):
+    mapped: MappedFile | None = None
+    with ExitStack() as loading:
+        if is_too_large(path) if stay_in_file is None else stay_in_file:
+            log.info("%s stays in its file: it is mapped into memory, not copied.", path.name)
+            options = options or {"dtype": dtype_of(keys)}
+            mapped = loading.enter_context(map_weights(keys))
+        else:
+            loading.enter_context(read_ahead(path))
         if any(key.startswith("model.diffusion_model.") for key in keys):
             patcher, clip, own_vae = _load(
                 path.name,
@@ -71,6 +84,7 @@ def load_base(model: str, text_encoders: Sequence[str], vae: str, dtype: str) ->
     if clip is not None and not hasattr(clip, "tokenizer"):
         clip = None
     remember(patcher.model.diffusion_model, digests)
+    remember_file(patcher.model.diffusion_model, path, mapped)
     if text_encoders:
         clip = _load_clip(text_encoders, type(patcher.model.model_config))
     elif clip is not None:

@@ -95,9 +95,9 @@ def _hold_layer(
 ) -> FrozenLayer:
     """Let a layer that can be adapted compute with the weight and bias that `store` keeps for it."""
     loaded, tensors = _tensors(module)
-    # What the file quantized stays quantized; patches make it plain, unless each weight is used only once.
+    # What the file quantized stays quantized; patches make it plain, unless they are applied at each use.
     stored = {n: _stored(t, loaded[n], module if n == "weight" else None) for n, t in tensors.items()}
-    stored = {n: patch(n, weight, later=store.name == UNPLACED) for n, weight in stored.items()}
+    stored = {n: patch(n, weight, later=store.name in (UNPLACED, "stream")) for n, weight in stored.items()}
     layer = FrozenLayer(path, spec, module, store.make_fetch(path, spec, stored["weight"]))
     if "bias" in stored:
         # A bias is small: always on the device.
