@@ -97,15 +97,21 @@ def _signature(batch: Batch) -> tuple[Any, ...]:
     tensors = (batch.latents, batch.masks, batch.weights)
     return (
         *(None if tensor is None else tuple(tensor.shape) for tensor in tensors),
-        [sorted((name, _seen(value)) for name, value in each.items()) for each in batch.conditioning],
+        [_seen(each) for each in batch.conditioning],
         [sorted(each) for each in batch.extras],
         batch.captions,
     )
 
 
-def _seen(value: Tensor) -> tuple[Any, ...]:
-    """Return shape and dtype, whole numbers, and how much of a small tensor, maybe a mask, is not zero."""
+def _seen(value: Any) -> Any:
+    """Return what of a conditioning decides shapes: of a tensor its shape and dtype, whole numbers, and how
+    much of a small one, maybe a mask, is not zero.
+    """
+    if isinstance(value, Mapping):
+        return [(name, _seen(value[name])) for name in sorted(value)]
+    if isinstance(value, list | tuple):
+        return [_seen(each) for each in value]
     if not isinstance(value, Tensor):
-        return (repr(value),)
+        return value
     numbers = [] if value.is_floating_point() else value.flatten().tolist()
     return tuple(value.shape), value.dtype, numbers, value.numel() <= MASK and int(value.count_nonzero())
