@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..training.config import MemoryConfig
 from ..training.memory.activation_checkpointing import MODES
-from ..training.memory.weight_store import STORES
+from ..training.memory.weight_store import EVERY_STORE
 from .node import Node
 from .sockets import Memory, schema
 from .widgets import read, widgets
@@ -25,7 +25,7 @@ class MemorySettings(Node):
             description="Number format of the forward pass, activation checkpointing, and offloading or "
             "quantization of the base.",
             search_aliases=["graft", "vram", "bf16", "checkpointing", "offload", "block swap", "nf4", "fp8"],
-            inputs=widgets(MemoryConfig, checkpointing=["auto", *MODES], base=["auto", *STORES]),
+            inputs=widgets(MemoryConfig, checkpointing=["auto", *MODES], base=["auto", *EVERY_STORE]),
             outputs=[Memory.Output("memory_settings")],
         )
 

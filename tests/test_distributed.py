@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from graft.tests.support.memory import BATCH, CONFIG
 from graft.tests.support.runs import assert_same
+from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training import distributed
+from graft.training.config import MemoryConfig
+from graft.training.loop import train
+from graft.training.memory.plan import agree_on_plans
+from graft.training.memory.weight_store import block_bytes, weight_bytes
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.folder import Run
 from graft.training.run.saved_state import load_state
+from graft.training.user_error import UserError
 
 from .support import ranks
 
@@ -102,6 +111,54 @@ def test_two_processes_train_bit_for_bit_what_one_does(pair, case):
     assert whole.step >= 4
     for rank in (0, 1):
         assert_same(load_state(pair / f"{case}-{rank}"), whole)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_that_share_a_base_train_bit_for_bit_what_one_does(tmp_path, world):
+    cases = ["sharded-halved", "measure"] if world == 4 else [*ranks.SHARDED, "measure"]
+    assert start(tmp_path, cases, world) == [0] * world
+    for case in cases[:-1]:
+        whole = alone(tmp_path, ranks.SHARDED[case][0])
+        for rank in range(world):
+            assert_same(load_state(tmp_path / f"{case}-{rank}"), whole)
+    # Eight blocks of three alike layers. gloo's thread may still hold the layer that it gathered last.
+    for rank in range(world):
+        for ahead, blocks in ((False, 1), (True, 2)):
+            found = json.loads((tmp_path / f"shards-{world}-{rank}-{ahead}.json").read_text())
+            assert found["kept"] == pytest.approx(1 / world, rel=0.01)
+            least = found["kept"] + blocks / 8
+            assert least - 1e-6 <= found["peak"] <= least + 1 / 24 + 1e-6
+
+
+def test_a_process_alone_cannot_share_a_base():
+    config = replace(ranks.PLAIN, memory=MemoryConfig(base="sharded"))
+    with pytest.raises(UserError, match="'sharded' needs several processes.*gpus of Train Steps.*torchrun"):
+        train(TinyDenoiser(), TinyDataset(), config, None, steps=1)
+
+
+def test_processes_that_share_a_base_need_equal_shares_of_a_step(monkeypatch):
+    monkeypatch.setattr(distributed, "world", lambda: 3)
+    config = replace(ranks.PLAIN, memory=MemoryConfig(base="sharded"))
+    with pytest.raises(UserError, match="2 micro-batches .* 3 processes.*multiple of 3"):
+        train(TinyDenoiser(), TinyDataset(), config, None, steps=1)
+
+
+def test_processes_that_share_a_base_take_one_plan_without_a_second(monkeypatch):
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    asked = []
+    monkeypatch.setattr(distributed, "take_smallest", lambda budget: asked.append(budget) or 1000)
+    config = replace(CONFIG, memory=MemoryConfig(base="sharded"))
+    denoiser = TinyDenoiser()
+    plans = agree_on_plans(denoiser, denoiser.specs, config, BATCH, 1 << 30)
+    assert [str(plan) for plan in plans] == ["base sharded, checkpointing block-offload"] and asked == [
+        1 << 30
+    ]
+    whole, shared = (
+        weight_bytes(denoiser.specs, denoiser.family.blocks, store, torch.float32)
+        for store in ("resident", "sharded")
+    )
+    blocks = block_bytes(denoiser.specs, denoiser.family.blocks, torch.float32).values()
+    assert shared == whole - sum(blocks) // 2 + 2 * max(blocks)
 
 
 def test_only_rank_0_keeps_the_run(pair):

@@ -188,7 +188,7 @@ def test_where_the_allocator_gives_no_more_the_next_plan_is_taken(exact, monkeyp
     denoiser = OnCard()
     estimate = make_estimator(denoiser, denoiser.specs, CONFIG, Large().largest_batch(4))
     most, least = (estimate(MemoryPlan("resident", mode)).peak for mode in ("none", "block"))
-    monkeypatch.setattr("graft.training.loop.plans_that_fit", lambda *_: candidates(MemoryConfig()))
+    monkeypatch.setattr("graft.training.loop.agree_on_plans", lambda *_: candidates(MemoryConfig()))
     state = trained(budget_gb=(most + least) / 2 / 2**30)
     assert "memory ran out with base resident, checkpointing none" in caplog.text
     assert_equal(state, expected)

@@ -596,9 +596,9 @@ class MemoryConfig:
     base: str = setting(
         "auto",
         "Where the base's weights are during training: on the device (resident), in host memory (offload), "
-        "in their .safetensors file (stream, for a base larger than host memory), or quantized to 8 bits "
-        "(fp8, int8) or 4 bits (nf4). auto is the faster of resident and offload that fits; only "
-        "quantization changes the result.",
+        "in their .safetensors file (stream, for a base larger than host memory), shared out among several "
+        "GPUs (sharded), or quantized to 8 bits (fp8, int8) or 4 bits (nf4). auto is the faster of resident "
+        "and offload that fits; only quantization changes the result.",
     )
     budget_gb: float = setting(
         0.0, "Device memory for training, in GiB; 0 is all that is free.", high=1024, step=0.5
@@ -617,7 +617,7 @@ class MemoryConfig:
 
     def deciding(self) -> MemoryConfig:
         """Return the settings that change a run's result: number formats and quantization, not placement."""
-        rounds = self.base not in ("resident", "offload", "stream")
+        rounds = self.base not in ("resident", "offload", "stream", "sharded")
         return replace(self, checkpointing="auto", base=self.base if rounds else "auto", budget_gb=0.0)
 
 

@@ -85,6 +85,15 @@ def share(value: T) -> T:
     return shared
 
 
+def take_smallest(value: int | None) -> int | None:
+    """Return the smallest of all processes' values; None if none of them has one."""
+    if world() == 1:
+        return value
+    values: list[int | None] = [None] * world()
+    dist.all_gather_object(values, value)
+    return min((each for each in values if each is not None), default=None)
+
+
 def wait_for_all() -> None:
     """Wait until every process has called this."""
     if world() > 1:

@@ -20,8 +20,9 @@ from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .live_state import LiveState
 from .memory.device_memory import bytes_in_use, peak_bytes, reset_peak
 from .memory.placement import Placement
-from .memory.plan import budget_of, is_limit_hard, plans_that_fit
+from .memory.plan import agree_on_plans, budget_of, is_limit_hard
 from .memory.precision import compute_dtype
+from .memory.sharding import SHARDED, require_equal_shares, require_processes
 from .memory.weight_store import UNPLACED
 from .model import Batch, Dataset, Denoiser, Samples
 from .objective.loss import check_sampling, draw_loss
@@ -111,6 +112,9 @@ def train(
         raise UserError(f"steps must be at least 1, got {steps}.")
     if config.validation.every and validation is None:
         raise UserError("validation needs held-out images: connect a validation dataset, or set every to 0.")
+    if config.memory.base == SHARDED:
+        require_processes()
+        require_equal_shares(config.gradient_accumulation)
     check_sampling(denoiser.sampling, denoiser.family.name)
 
     # Where to begin.
@@ -129,7 +133,7 @@ def train(
     live = LiveState(denoiser, config, start, notes)
     dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in live.adapters}
-    plans = plans_that_fit(denoiser, adapted, config, largest_batch(dataset, config), budget)
+    plans = agree_on_plans(denoiser, adapted, config, largest_batch(dataset, config), budget)
     options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
 
     gradient_check = GradientCheck(live.parameters, config.adapter)

@@ -277,7 +277,7 @@ def test_what_is_free_is_asked_before_the_adapters_take_their_part_of_it(monkeyp
 
     monkeypatch.setattr(TinyDenoiser, "free_bytes", lambda denoiser: free)
     monkeypatch.setattr("graft.training.loop.LiveState", start)
-    monkeypatch.setattr("graft.training.loop.plans_that_fit", record)
+    monkeypatch.setattr("graft.training.loop.agree_on_plans", record)
     train(TinyDenoiser(), Sized(), CONFIG, None, steps=1)
     assert budgets == [GIB]
 

@@ -5,6 +5,7 @@ It writes its state to FOLDER/<case>-<rank>, and the run itself lies in FOLDER/<
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,16 +29,33 @@ from graft.training.config import (  # noqa: E402
     AdapterConfig,
     CheckpointConfig,
     EmaConfig,
+    MemoryConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
     ValidationConfig,
 )
+from graft.training.frozen_base.frozen_layer import LayerSpec  # noqa: E402
+from graft.training.memory.quantize import plain  # noqa: E402
+from graft.training.memory.tensor_counter import LiveTensors  # noqa: E402
+from graft.training.memory.weight_store import Store  # noqa: E402
 from graft.training.run.execute import execute  # noqa: E402
 from graft.training.run.folder import Run  # noqa: E402
 from graft.training.run.saved_state import save_state  # noqa: E402
 
 STEPS = 6
+
+
+class Halved(TinyDataset):
+    """Of four micro-batches two count, so that the sum of their gradients does not depend on the order."""
+
+    fingerprint = "halved"
+
+    def batch(self, size, *, seed, index):
+        batch = super().batch(size, seed=seed, index=index)
+        return replace(batch, weights=torch.full((size,), float(index % 4 < 2)))
+
+
 PLAIN = TrainConfig(
     batch_size=2,
     gradient_accumulation=2,
@@ -52,7 +71,15 @@ CASES = {
     "validated": replace(PLAIN, validation=ValidationConfig(every=2, patience=1)),
     "more": replace(PLAIN, gradient_accumulation=4),
     "idle": replace(PLAIN, gradient_accumulation=1),
+    "halved": replace(PLAIN, gradient_accumulation=4),
 }
+SHARDED = {
+    "sharded": ("validated", MemoryConfig(base="sharded", checkpointing="none")),
+    "sharded-block": ("dropout", MemoryConfig(base="sharded", checkpointing="block")),
+    "sharded-halved": ("halved", MemoryConfig(base="sharded", checkpointing="selective")),
+}
+"""Case -> the one that trains the same with the base in each process, and its memory settings."""
+CASES |= {case: replace(CASES[same], memory=memory) for case, (same, memory) in SHARDED.items()}
 
 
 def go(folder: Path, case: str, *, steps: int = STEPS, on_step=lambda progress, handles: None):
@@ -63,15 +90,56 @@ def go(folder: Path, case: str, *, steps: int = STEPS, on_step=lambda progress, 
         folder / case if not distributed.rank() else folder / f"{case}-copy-{distributed.rank()}",
         CheckpointConfig(minutes=1e9),
     )
+    data = Halved() if "halved" in case else TinyDataset()
     return execute(
-        run, TinyDenoiser(), TinyDataset(), config, None, steps=steps, on_step=on_step, validation=validation
+        run, TinyDenoiser(), data, config, None, steps=steps, on_step=on_step, validation=validation
     )
+
+
+def config_shards(case: str) -> bool:
+    return CASES[case].memory.base == "sharded"
+
+
+class Counted(LiveTensors):
+    """Counts a tensor that is still being gathered by its memory, not again by torch's wrapper around it."""
+
+    def _know(self, tensor, size):
+        if not isinstance(tensor, AsyncCollectiveTensor):
+            super()._know(tensor, size)
+
+
+def measure_shards(folder: Path) -> None:
+    """Fetch every layer of a sharded base, forward and backward; write what it took in bytes."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"blocks.{i}.{name}": torch.randn(96, 64, generator=generator) for i in range(8) for name in "abc"
+    }
+    order = [*weights, *reversed(weights)]
+    for ahead in (False, True):
+        with Counted() as live:
+            store = Store("sharded", ("blocks.*",), torch.float32, torch.device("cpu"))
+            store.shards.ahead = ahead
+            fetch = {
+                path: store.make_fetch(path, LayerSpec("linear", (96, 64)), plain(weight))
+                for path, weight in weights.items()
+            }
+            kept, live.peak = live.now, live.now
+            for path in order:
+                assert torch.equal(fetch[path](torch.float32, torch.device("cpu")), weights[path]), path
+        store.release()
+        total = sum(weight.nbytes for weight in weights.values())
+        found = {"kept": kept / total, "peak": live.peak / total, "prefetched": len(store.shards._on_the_way)}
+        path = folder / f"shards-{distributed.world()}-{distributed.rank()}-{ahead}.json"
+        path.write_text(json.dumps(found))
 
 
 def main(folder: Path, cases: list[str], doomed: int) -> None:
     """Train the cases; rank 1 is killed after step `doomed`, once."""
 
     def die(progress, handles):
+        if config_shards(case) and not distributed.rank():
+            with handles.give_base_back():  # as for samples, which rank 0 alone draws
+                pass
         marker = folder / "killed"
         if doomed and progress.step == doomed and distributed.rank() == 1 and not marker.exists():
             marker.touch()
@@ -82,6 +150,9 @@ def main(folder: Path, cases: list[str], doomed: int) -> None:
     )
     with together:
         for case in cases:
+            if case == "measure":
+                measure_shards(folder)
+                continue
             state = go(folder, case, on_step=die).load()
             save_state(state, folder / f"{case}-{distributed.rank()}")
 

@@ -15,6 +15,7 @@ from functools import cache, partial
 
 import torch
 
+from .. import distributed
 from ..adapters.build import build_adapters
 from ..config import MemoryConfig, TrainConfig
 from ..frozen_base.frozen_layer import LayerSpec
@@ -27,7 +28,8 @@ from .estimate import StepEstimate, estimate_step
 from .in_place import is_changed_in_place
 from .known_estimates import KnownEstimates, estimate_key
 from .precision import compute_dtype
-from .weight_store import COPIED, STORES, block_bytes, is_quantized, layer_bytes, weight_bytes
+from .sharding import SHARDED
+from .weight_store import COPIED, EVERY_STORE, STORES, block_bytes, is_quantized, layer_bytes, weight_bytes
 
 GIB = 1 << 30
 
@@ -123,7 +125,10 @@ def candidates(config: MemoryConfig, *, is_mapped: bool = False) -> Sequence[Mem
 
     Raises UserError for unknown settings.
     """
-    for name, value, known in (("base", config.base, STORES), ("checkpointing", config.checkpointing, MODES)):
+    for name, value, known in (
+        ("base", config.base, EVERY_STORE),
+        ("checkpointing", config.checkpointing, MODES),
+    ):
         if value != "auto" and value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
     copied = "stream" if is_mapped else "offload"
@@ -147,6 +152,22 @@ def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
 def is_limit_hard(config: MemoryConfig) -> bool:
     """Return whether the user set base, checkpointing and budget, so that no plan may exceed the budget."""
     return bool(config.budget_gb) and len(candidates(config)) == 1
+
+
+def agree_on_plans(
+    denoiser: Denoiser,
+    adapted: Mapping[str, LayerSpec],
+    config: TrainConfig,
+    batch: Batch | None,
+    budget: int | None,
+) -> Sequence[MemoryPlan]:
+    """Return `plans_that_fit`. Processes that hold a base together take one plan, for the smallest budget of
+    theirs: none of them could go on with another plan on its own.
+    """
+    if config.memory.base != SHARDED:
+        return plans_that_fit(denoiser, adapted, config, batch, budget)
+    budget = distributed.take_smallest(budget)
+    return plans_that_fit(denoiser, adapted, config, batch, budget)[:1]
 
 
 def plans_that_fit(

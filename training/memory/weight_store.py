@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .. import distributed
 from ..family import block_of
 from ..files.mapped_file import MappedFile
 from ..frozen_base.frozen_layer import Fetch, LayerSpec
@@ -18,10 +19,14 @@ from ..model import OFFLOAD_ALL, OffloadOptions
 from ..user_error import UserError
 from .offload import PinnedMemory, Ring, StreamCopier, has_streams
 from .quantize import FORMATS, SMALLEST, Parts, StoredWeight, plain, quantize
+from .sharding import SHARDED, ShardedBlocks
 from .stream import FileSource, StagedCopier
 
 STORES = ("resident", "fp8", "int8", "nf4", "offload", "stream")
 """On the device in the compute dtype; on the device in fewer bits; in host memory; in their file."""
+
+EVERY_STORE = (*STORES, SHARDED)
+"""Those, and the one that several processes share."""
 
 COPIED = ("offload", "stream")
 """Stores that copy a block to the device at each use, one block ahead."""
@@ -47,16 +52,18 @@ class Store:
     file: MappedFile | None = None
     """The file that the weights lie in; for "stream"."""
     source: FileSource = field(init=False)
+    shards: ShardedBlocks | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     """Block -> bytes of its weights that are copied."""
     in_use: tuple[str, Parts] = "", ()
     """The layer copied last, and its copies: DoRA fetches each weight twice."""
 
     def __post_init__(self) -> None:
-        if self.name not in (*STORES, UNPLACED):
-            raise UserError(f"base: {self.name!r} is unknown; choose one of {', '.join(STORES)}.")
+        if self.name not in (*EVERY_STORE, UNPLACED):
+            raise UserError(f"base: {self.name!r} is unknown; choose one of {', '.join(EVERY_STORE)}.")
         self.pinned = self.offload.pinned or PinnedMemory(self.offload.host_reserve)
         self.source = FileSource(self.file)
+        self.shards = ShardedBlocks(self.device) if self.name == SHARDED else None
         if self.name in COPIED and has_streams(self.device):
             stages = self.name == "stream"
             copier = StagedCopier(self.device, self.source) if stages else StreamCopier(self.device)
@@ -67,6 +74,8 @@ class Store:
         self.in_use = "", ()
         if self.ring is not None:
             self.ring.clear()
+        if self.shards is not None:
+            self.shards.clear()
         if self.offload.pinned is None:
             self.pinned.release()
 
@@ -78,6 +87,9 @@ class Store:
         if block is not None and is_quantized(spec, self.name):
             whole = move_to(weight, self.device).dequantize(torch.float32)
             return _resident_fetch(quantize(whole, self.name, self.dtype))
+        if self.shards is not None and block is not None:
+            gather = self.shards.add(path, block, self._cast(weight))
+            return lambda dtype, device: gather(dtype).to(device)
         if self.name in COPIED and block is not None and block not in self.offload.blocks_on_device:
             return (self._offload if self.name == "offload" else self._stream)(path, block, weight)
         return _resident_fetch(self._place(weight))
@@ -169,6 +181,9 @@ def weight_bytes(
     if store in COPIED:
         sizes = block_bytes(specs, blocks, dtype).values()
         total += 2 * max(sizes, default=0) - sum(sizes)  # the block in use and the next one
+    if store == SHARDED:
+        sizes = block_bytes(specs, blocks, dtype).values()
+        total += 2 * max(sizes, default=0) - sum(sizes) * (1 - 1 / distributed.world())
     return int(total)
 
 
