@@ -484,6 +484,12 @@ class ObjectiveConfig:
         0.0, "Lowest noise level to train at, from 0 (clean) to 1 (pure noise).", high=1
     )
     max_noise: float = setting(1.0, "Highest noise level to train at.", high=1)
+    noise_range: Literal["squeeze", "cut"] = setting(
+        "squeeze",
+        "What min_noise and max_noise do: squeeze the whole distribution into their range, or cut out the "
+        "part that lies in it, as for an expert of Wan 2.2.",
+        added=True,
+    )
     stratified: bool = setting(
         True, "Spread the noise levels of a batch evenly: less variance, same mean loss."
     )

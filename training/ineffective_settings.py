@@ -62,6 +62,7 @@ INEFFECTIVE = (
     Ineffective(("mean",), {"sigmas": other_than("logit-normal")}),
     Ineffective(("std",), {"sigmas": other_than("logit-normal", "sigmoid")}),
     Ineffective(("mode_scale",), {"sigmas": other_than("mode")}),
+    Ineffective(("noise_range",), {"min_noise": (0.0,), "max_noise": (1.0,)}),
     Ineffective(("huber_delta",), {"loss": other_than("huber", "pseudo-huber")}),
     Ineffective(("min_snr_gamma",), {"weighting": other_than("min-snr")}),
     Ineffective(("factor", "decompose_both", "full_matrix"), {"algorithm": other_than("lokr")}),

@@ -48,6 +48,13 @@ class V(Eps):
         return model_input / (sigma**2 + 1) - model_output * sigma / (sigma**2 + 1).sqrt()
 
 
+class ShiftedFlow(Flow):
+    """A flow whose own schedule is shifted, as that of Wan 2.2."""
+
+    def percent_to_sigma(self, percent):
+        return 5.0 * (1.0 - percent) / (1.0 + 4.0 * (1.0 - percent))
+
+
 def generator(key="test"):
     return rng.generator(0, key)
 
@@ -153,6 +160,26 @@ def test_bias_triples_the_odds_of_the_upper_half():
 def test_levels_are_squeezed_between_minimum_and_maximum():
     levels = draw(sigmas="logit-normal", min_noise=0.2, max_noise=0.6)
     assert 0.2 <= levels.min() and levels.max() <= 0.6 and abs(levels.mean() - 0.4) < 1e-3
+
+
+@pytest.mark.parametrize("name", SIGMAS)
+def test_two_ranges_that_are_cut_out_share_no_level_and_together_are_the_whole_distribution(name):
+    """As Wan 2.2's two experts are trained, at a boundary of 0.875 of the noise."""
+    chosen = {"sigmas": name, "shift": 5.0, "sampling": ShiftedFlow()}
+    whole = draw(20_000, **chosen)
+    high = draw(20_000, **chosen, noise_range="cut", min_noise=0.875)
+    low = draw(20_000, **chosen, noise_range="cut", max_noise=0.875)
+    assert low.max() < 0.875 <= high.min()
+    share = (whole >= 0.875).float().mean()
+    assert 0.1 < share < 0.9
+    edges = torch.linspace(0, 1, 17)
+    expected, above, below = (torch.histogram(levels, edges).hist / 20_000 for levels in (whole, high, low))
+    torch.testing.assert_close(share * above + (1 - share) * below, expected, atol=2e-3, rtol=0)
+
+
+def test_a_range_without_a_level_of_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"min_noise 0.2 and max_noise 0.3: the model has no noise level"):
+        draw(sigmas="logit-normal", mean=9.0, std=0.01, noise_range="cut", min_noise=0.2, max_noise=0.3)
 
 
 def test_a_stratified_batch_has_one_level_in_each_part_and_the_same_expectation():
@@ -456,6 +483,7 @@ NEEDED = {
     "mode_scale": {"sigmas": "mode"},
     "huber_delta": {"loss": "huber"},
     "min_snr_gamma": {"weighting": "min-snr"},
+    "noise_range": {"max_noise": 0.7},
 }
 """Setting -> the choice that it belongs to."""
 
@@ -465,6 +493,7 @@ CHANGED = {
     "mode_scale": 0.5,
     "min_noise": 0.3,
     "max_noise": 0.7,
+    "noise_range": "cut",
     "stratified": False,
     "loss": "l1",
     "space": "x0",

@@ -41,10 +41,42 @@ def draw_sigmas(
     u = torch.rand(count, generator=generator)
     if config.stratified:
         u = (order + u) / count
-    t = SIGMAS[name](apply_bias(u.clamp(1e-4, 1 - 1e-4), config.bias), config)
-    t = shift_timesteps(t, shift_for(tokens, config, family))
-    t = config.min_noise + (config.max_noise - config.min_noise) * t
-    return to_sigmas(sampling, t, flow=name != "schedule" and is_flow(sampling))
+    shift, flow = shift_for(tokens, config, family), is_flow(sampling)
+
+    def timesteps(u: Tensor) -> Tensor:
+        return shift_timesteps(SIGMAS[name](apply_bias(u.clamp(1e-4, 1 - 1e-4), config.bias), config), shift)
+
+    def sigmas(t: Tensor) -> Tensor:
+        return to_sigmas(sampling, t, flow=name != "schedule" and flow)
+
+    if config.noise_range == "cut":
+        level = (lambda u: sigmas(timesteps(u))) if flow else timesteps
+        return sigmas(timesteps(cut(u, level, config)))
+    return sigmas(config.min_noise + (config.max_noise - config.min_noise) * timesteps(u))
+
+
+def cut(u: Tensor, level: Callable[[Tensor], Tensor], config: ObjectiveConfig) -> Tensor:
+    """Return u in 0..1, moved into the part of 0..1 whose noise levels are from `min_noise` to `max_noise`.
+
+    `level` is increasing, so the ends of that part are found by bisection. Below `max_noise`, unless that is
+    1: two ranges that meet share no level. Raises UserError where the model has no level in the range.
+    """
+    wanted, low, high = torch.tensor([config.min_noise, config.max_noise]), torch.zeros(2), torch.ones(2)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        below = level(middle) < wanted
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    start, end = float(high[0]) if config.min_noise else 0.0, float(low[1]) if config.max_noise < 1 else 1.0
+    if start >= end:
+        raise UserError(
+            f"min_noise {config.min_noise:g} and max_noise {config.max_noise:g}: the model has no noise "
+            "level between them; widen the range."
+        )
+    return start + (end - start) * u
+
+
+HALVINGS = 24
+"""Of 0..1: float32 has no finer parts near 1."""
 
 
 def to_sigmas(sampling: Sampling, timesteps: Tensor, *, flow: bool) -> Tensor:
