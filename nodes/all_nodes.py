@@ -35,12 +35,14 @@ from .sample_prompts import SamplePromptsNode
 from .save_and_load import LoadTrainingState, SaveLora, SaveTrainingState
 from .train import TrainSteps
 from .validation_settings import ValidationSettings
+from .video_dataset import DatasetFromVideos
 
 ALL_NODES = [
     LoadBaseModel,
     LoadDataset,
     DatasetFromImages,
     DatasetFromLatents,
+    DatasetFromVideos,
     DatasetSettingsNode,
     JoinDatasets,
     PreviewDataset,

@@ -21,8 +21,8 @@ from .widgets import read, widget
 SETTINGS = "From Dataset Settings; without it, its defaults."
 
 
-def _common_inputs() -> list[Any]:
-    """Return the widgets that Load Dataset and Dataset From Images share."""
+def common_inputs() -> list[Any]:
+    """Return the widgets that the nodes which make a dataset share."""
     return [
         io.String.Input(
             "resolution",
@@ -38,16 +38,16 @@ def _common_inputs() -> list[Any]:
 
 
 class LoadDataset(Node):
-    """A folder of images with captions beside them. No pixel is read yet."""
+    """A folder of images and clips with captions beside them. Hardly a pixel is read yet."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftLoadDataset",
             display_name="Load Dataset",
-            description="Load a folder of images from ComfyUI's input directory, each with its caption in a "
-            ".txt file of the same name.",
-            search_aliases=["graft", "images", "captions", "folder"],
+            description="Load a folder of images or video clips from ComfyUI's input directory, each with "
+            "its caption in a .txt file of the same name.",
+            search_aliases=["graft", "images", "captions", "folder", "video", "clips"],
             inputs=[
                 Files(
                     "folder",
@@ -55,9 +55,10 @@ class LoadDataset(Node):
                     tooltip="Folder in ComfyUI's input directory, or one registered as graft_datasets in "
                     "extra_model_paths.yaml. A folder named 10_cat counts ten times.",
                 ),
-                *_common_inputs(),
+                *common_inputs(),
                 widget(DatasetConfig, "recursive"),
                 widget(DatasetConfig, "skip_bad_images"),
+                widget(DatasetConfig, "frames"),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
             outputs=[Dataset.Output("dataset")],
@@ -69,15 +70,16 @@ class LoadDataset(Node):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, folder: str, recursive: bool = False, **others: Any) -> str:
+    def fingerprint_inputs(cls, folder: str, recursive: bool = False, frames: int = 0, **others: Any) -> str:
         path = data.resolve_dataset(folder, paths.dataset_roots())
-        return data.fingerprint(path, DatasetConfig(recursive=recursive), raise_if_cancelled)
+        config = DatasetConfig(recursive=recursive, frames=frames)
+        return data.fingerprint(path, config, raise_if_cancelled)
 
     @classmethod
     def execute(
         cls, folder: str, dataset_settings: DatasetConfig | None = None, **widgets: Any
     ) -> io.NodeOutput:
-        config = _config(dataset_settings, **widgets)
+        config = make_config(dataset_settings, **widgets)
         with progress_bar() as on_progress:
             images = data.scan(
                 data.resolve_dataset(folder, paths.dataset_roots()), config, on_progress=on_progress
@@ -104,7 +106,7 @@ class DatasetFromImages(Node):
                     multiline=True,
                     tooltip="Captions, one line per image, or one line for all.",
                 ),
-                *_common_inputs(),
+                *common_inputs(),
                 io.Mask.Input("masks", optional=True, tooltip="Masks: white is trained, black is not."),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
@@ -121,9 +123,8 @@ class DatasetFromImages(Node):
         **widgets: list[Any],
     ) -> io.NodeOutput:
         only = {name: values[0] for name, values in widgets.items()}
-        config = _config(dataset_settings[0] if dataset_settings else None, **only)
-        texts = captions if len(captions) > 1 else captions[0].splitlines() or [""]
-        dataset = data.from_images(images, texts, masks, config)
+        config = make_config(dataset_settings[0] if dataset_settings else None, **only)
+        dataset = data.from_images(images, split_captions(captions), masks, config)
         text = data.summary(dataset)
         if masks and not dataset.sources[0].masks:
             text += (
@@ -258,7 +259,12 @@ class SplitDataset(Node):
         return io.NodeOutput(*require_encoded(dataset).split(read(SplitConfig(), values)))
 
 
-def _config(settings: DatasetConfig | None, *, resolution: str, **values: Any) -> DatasetConfig:
+def split_captions(texts: list[str]) -> list[str]:
+    """Return one caption an input: those of a list, or the lines of a text."""
+    return texts if len(texts) > 1 else texts[0].splitlines() or [""]
+
+
+def make_config(settings: DatasetConfig | None, *, resolution: str, **values: Any) -> DatasetConfig:
     """Return the config of a dataset: what the node's widgets say, the rest from Dataset Settings."""
     chosen = read(settings or DatasetConfig(), values)
     return replace(chosen, bucket=replace(chosen.bucket, resolutions=_resolutions(resolution)))

@@ -61,7 +61,8 @@ class Batch:
     """(B,) float32 loss weight of each sample (regularisation images); None means 1."""
     extras: Sequence[Mapping[str, float]] = field(default_factory=tuple)
     """One a sample: original and target size and crop offset in pixels ("width", "height", "crop_w",
-    "crop_h", "target_width", "target_height"), which SDXL is conditioned on."""
+    "crop_h", "target_width", "target_height"), which SDXL is conditioned on; a clip's "frame_rate", which LTX
+    is."""
     captions: Sequence[str] = ()
     """One a sample, as the text encoder is given it: for runs that train the text encoder."""
 
@@ -229,6 +230,17 @@ class Encoder(Protocol):
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """(B, H, W, 3) float32 in 0..1 -> (B, C, H/r, W/r) float32 latents, not yet scaled for the model."""
+        ...
+
+    def clip_frames(self, frames: int) -> int:
+        """Return the largest number of frames, up to `frames`, that the VAE takes at once.
+
+        Raises UserError for a VAE of images.
+        """
+        ...
+
+    def encode_clip(self, pixels: Tensor) -> Tensor:
+        """(frames, H, W, 3) float32 in 0..1 -> (1, C, T, H/r, W/r) float32 latents of one clip."""
         ...
 
     def encode_text(self, caption: str) -> Conditioning: ...

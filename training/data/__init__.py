@@ -18,7 +18,7 @@ from .cache import encode
 from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, SplitConfig
 from .folder import fingerprint, scan
 from .given_latents import GivenSample, from_latents
-from .image_batch import from_images
+from .image_batch import from_images, from_videos
 from .preview import preview
 from .report import report, summary
 from .roots import list_datasets, resolve_dataset
@@ -43,6 +43,7 @@ __all__ = [
     "fingerprint",
     "from_images",
     "from_latents",
+    "from_videos",
     "join",
     "list_datasets",
     "preview",

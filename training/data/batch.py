@@ -269,7 +269,8 @@ class EncodedDataset:
             return {}
         width, height = self.index.sizes[sample].tolist()
         left, top = self.index.offsets[view].tolist()
-        target_width, target_height = self.index.buckets[self.index.bucket[entry]]
+        target_width, target_height, *frames = self.index.buckets[self.index.bucket[entry]]
+        fps = self.images.sources[self.index.source[self.index.sample[entry]]].config.fps
         return {
             "width": width,
             "height": height,
@@ -277,6 +278,7 @@ class EncodedDataset:
             "crop_h": top,
             "target_width": target_width,
             "target_height": target_height,
+            **({"frame_rate": fps} if frames and fps else {}),
         }
 
 

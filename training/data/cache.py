@@ -32,7 +32,7 @@ from .image import crop_mask
 from .image_file import BadImage
 from .index import KEY_BYTES, NO_KEY, Index, IndexBuilder, SourceRules
 from .latent_file import architecture_of
-from .open_sample import content_of, mask_file, open_latents, open_sample
+from .open_sample import content_of, mask_file, open_clip, open_latents, open_sample
 from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
@@ -103,6 +103,10 @@ class _Work:
         if self.recache:
             self._written.add((kind, key))
 
+    def frames(self, sample: Sample) -> int:
+        """Return the number of frames of a clip that the VAE takes; 0 for an image."""
+        return self.encoder.clip_frames(sample.frames) if sample.frames else 0
+
     def text_key(self, text: str, config: DatasetConfig) -> bytes:
         return cache_key("text", self.text_fingerprint, text, config.dtype)
 
@@ -119,7 +123,13 @@ class _Work:
             view.jitter,
             read_as,
             config.dtype,
+            *self._clip_parts(sample, config),
         )
+
+    def _clip_parts(self, sample: Sample, config: DatasetConfig) -> tuple[object, ...]:
+        """Return what a clip's key has beside an image's: which of its frames."""
+        frames = self.frames(sample)
+        return ("clip", frames, sample.start, config.fps, config.clips) if frames else ()
 
     def mask_key(self, view: View, sample: Sample, content: bytes) -> bytes:
         size = (sample.width, sample.height)
@@ -162,14 +172,13 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                 bad[position] = str(error)
             # Unusable images are indexed too, without entries, so that positions match the ImageSet.
             builder.add_sample(size, sample.source, content, texts)
-            missing = False
+            missing, frames = False, work.frames(sample)
             for views in buckets:
                 latent_keys = [work.latent_key(view, sample, content, source.config) for view in views]
                 mask_keys = [work.mask_key(view, sample, mask) for view in views]
                 offsets = [view.offset(*size) for view in views]
-                builder.add_entry(
-                    position, views[0].crop.bucket, sample.repeats, latent_keys, mask_keys, offsets
-                )
+                bucket = (*views[0].crop.bucket, *([frames] if frames > 1 else []))
+                builder.add_entry(position, bucket, sample.repeats, latent_keys, mask_keys, offsets)
                 missing = missing or any(work.lacks("latents", key) for key in latent_keys)
                 missing = missing or any(work.lacks("masks", key) for key in mask_keys)
             # One missing view is enough to open the image; `_load` skips those that are there.
@@ -217,8 +226,12 @@ def _encode_images(
 
 
 def _encode_pixels(work: _Work, pixels: Tensor, name: str) -> Tensor:
-    latents = work.encoder.encode_image(pixels[None])[0].float()
-    height, width = pixels.shape[0] // work.reduction, pixels.shape[1] // work.reduction
+    if pixels.ndim == 4:  # a clip; most wait for the VAE in 8 bits
+        frames = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+        latents = work.encoder.encode_clip(frames)[0].float()
+    else:
+        latents = work.encoder.encode_image(pixels[None])[0].float()
+    height, width = (side // work.reduction for side in pixels.shape[-3:-1])
     assert latents.shape[-2:] == (height, width), (
         f"latents {tuple(latents.shape)}, expected (..., {height}, {width})"
     )
@@ -257,7 +270,8 @@ def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:
         for place, view in enumerate(views, first)
     ]
     try:
-        return (_with_latents if sample.encoded else _with_pixels)(work, source, sample, wanted)
+        load = _with_latents if sample.encoded else _with_frames if sample.frames else _with_pixels
+        return load(work, source, sample, wanted)
     except BadImage as error:
         return str(error)
 
@@ -271,6 +285,29 @@ def _with_pixels(work: _Work, source: Source, sample: Sample, wanted: Sequence[_
         weights = _weights(work, source, mask, image.size, item.view, item.mask_key)
         loaded.append(replace(item, pixels=pixels, mask=weights))
     return loaded
+
+
+def _with_frames(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
+    """Return the views of a clip, (frames, H, W, 3), in 8 bits where the clip has no more."""
+    size = (sample.width, sample.height)
+    mask = mask_file(source, sample) if source.root is not None else None
+    missing = [item for item in wanted if work.lacks("latents", item.latent_key)]
+    rendered: dict[bytes, list[Tensor]] = {item.latent_key: [] for item in missing}
+    # One decoded frame at a time: a clip in full size may be larger than memory.
+    for image in open_clip(source, sample, work.frames(sample)) if missing else ():
+        for key, view in {item.latent_key: item.view for item in missing}.items():
+            pixels = torch.from_numpy(render(image, view))
+            exact = image.planes[0].mode == "RGB" and view.jitter is None
+            rendered[key].append((pixels * 255).round().to(torch.uint8) if exact else pixels)
+    stacked = {key: torch.stack(frames) for key, frames in rendered.items()}
+    return [
+        replace(
+            item,
+            pixels=stacked.get(item.latent_key),
+            mask=_weights(work, source, mask, size, item.view, item.mask_key),
+        )
+        for item in wanted
+    ]
 
 
 def _with_latents(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:

@@ -201,6 +201,27 @@ class DatasetConfig:
     bucket: BucketConfig = field(default_factory=BucketConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     mask: MaskConfig = field(default_factory=MaskConfig)
+    frames: int = setting(
+        0,
+        "Frames of each video clip to train, such as 33, rounded down to what the VAE takes (4k + 1 for "
+        "Wan). 0 trains images alone.",
+        high=10_000,
+        main=True,
+        added=True,
+    )
+    fps: float = setting(
+        0.0,
+        "Frames per second at which clips are trained: the model's own, such as 16 for Wan, else motion gets "
+        "too fast or too slow. 0 takes every frame.",
+        high=240,
+        added=True,
+    )
+    clips: Literal["head", "uniform", "chunks"] = setting(
+        "head",
+        "Frames that a longer clip gives: the first ones (head), some at equal distances over all of it "
+        "(uniform), or all of them, as one sample after another (chunks).",
+        added=True,
+    )
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of the cached latents and conditioning.
 
@@ -217,6 +238,11 @@ class DatasetConfig:
             re.fullmatch("#[0-9a-fA-F]{6}", self.background) is not None,
             f"background must look like #ffffff, got {self.background!r}.",
         )
+        require(0 <= self.frames <= 10_000, f"frames must be 0 to 10000, got {self.frames}.")
+        require(
+            math.isfinite(self.fps) and 0 <= self.fps <= 240,
+            f"fps must be 0 (every frame) to 240, got {self.fps}.",
+        )
 
 
 INEFFECTIVE = (
@@ -225,6 +251,7 @@ INEFFECTIVE = (
     Ineffective(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
     Ineffective(("outside_mask",), {"masks": ("off",)}),
     Ineffective(("captions_from",), {"images": (FROM_GRAPH,)}),
+    Ineffective(("fps", "clips"), {"frames": (0,)}),
 )
 """Settings of a dataset that have no effect, by the names of their widgets."""
 

@@ -29,8 +29,9 @@ from .caption_file import (
     find_captions,
     read_metadata,
 )
+from .clip import CLIPS, FRAME_FOLDER, is_clip, read_clip_header, samples_of, stamp
 from .config import DatasetConfig
-from .image_file import EXTENSIONS, HEIC, BadImage, read_header
+from .image_file import EXTENSIONS, HEIC, BadImage, Header, read_header
 from .latent_file import is_latent_file, read_latent_header, stem_of
 from .read_ahead import load_ahead
 from .roots import is_inside
@@ -53,10 +54,13 @@ class _Folder:
     """Forbidden links and unreadable folders."""
     below: tuple[str, ...]
     """Paths of its subfolders, sorted."""
+    clips: frozenset[str] = frozenset()
+    """Names of clips in it: files, and subfolders of frames, which are not in `below`."""
 
     @cached_property
     def images(self) -> list[str]:
-        """Image files in sorted order, masks included; no HEIC original beside an image of the same name.
+        """Image files and clips in sorted order, masks included; no HEIC original beside an image of the same
+        name.
 
         Latent files count as images if the image itself is missing.
         """
@@ -66,9 +70,8 @@ class _Folder:
         images = common + [name for name in photos if PurePosixPath(name).stem not in stems]
         stems = {PurePosixPath(name).stem for name in images}
         latents = [name for name in self.files if is_latent_file(name)]
-        return sorted(
-            images + [name for name in latents if not stems & {stem_of(name), PurePosixPath(name).stem}]
-        )
+        latents = [name for name in latents if not stems & {stem_of(name), PurePosixPath(name).stem}]
+        return sorted({*images, *latents, *self.clips})
 
     @cached_property
     def captions(self) -> Mapping[str, str]:
@@ -126,12 +129,13 @@ def scan(
     captions, bad = _metadata(root, folders, check)
     bad += [item for folder in folders for item in folder.bad]
     table = SampleTable()
-    read = partial(_sample_or_reason, root, captions, config)
-    for sample in load_ahead(read, images, lambda done: on_progress(done, len(images), "Reading the folder")):
-        if isinstance(sample, Skipped):
-            bad.append(sample)
+    read = partial(_samples_or_reason, root, captions, config)
+    for found in load_ahead(read, images, lambda done: on_progress(done, len(images), "Reading the folder")):
+        if isinstance(found, Skipped):
+            bad.append(found)
         else:
-            table.append(sample)
+            for sample in found:
+                table.append(sample)
     if bad and (not config.skip_bad or not len(table)):
         raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root), len(table))
     ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
@@ -152,13 +156,13 @@ def fingerprint(
     root, config = Path(root), config or DatasetConfig()
     state = hashlib.blake2b(digest_size=8)
     for folder in _walk(root, config, check):
-        for file in sorted(folder.files):
+        for file in sorted({*folder.files, *folder.clips}):
             check()
             try:
-                info = os.stat(root / folder.relative / file)
-            except OSError:
+                size, date = stamp(root / folder.relative / file)
+            except (OSError, BadImage):
                 continue  # vanished since it was listed; the scan reports it if it matters
-            line = f"{folder.name_of(file)}\0{info.st_size}\0{info.st_mtime_ns}\n"
+            line = f"{folder.name_of(file)}\0{size}\0{date}\n"
             state.update(line.encode("utf-8", "surrogatepass"))
     return digest(state.hexdigest(), config)
 
@@ -175,7 +179,7 @@ def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Itera
         if real in seen:
             continue
         seen.add(real)
-        folder = _list(root, relative, check)
+        folder = _with_clips(_list(root, relative, check), config)
         yield folder
         pending += [name for name in reversed(folder.below) if _is_read(name, config)]
 
@@ -205,6 +209,18 @@ def _list(root: Path, relative: str, check: Callable[[], None]) -> _Folder:
     return _Folder(relative, frozenset(files), tuple(bad), tuple(sorted(below)))
 
 
+def _with_clips(folder: _Folder, config: DatasetConfig) -> _Folder:
+    """Return the folder with its clips, if the settings ask for frames."""
+    if not config.frames:
+        return folder
+    captioned = {PurePosixPath(name).stem for name in folder.captions}
+    files = {name for name in folder.files if is_clip(name, config)}
+    paths = [PurePosixPath(path) for path in folder.below]
+    frames = {path.name for path in paths if path.suffix == FRAME_FOLDER or path.name in captioned}
+    below = tuple(str(path) for path in paths if path.name not in frames)
+    return replace(folder, below=below, clips=frozenset(files | frames))
+
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
@@ -229,6 +245,8 @@ def _require_images(
         raise bad_files_error(bad, str(root), 0)
     kinds = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
     message = f"{root}: no images in this folder ({kinds} are read)."
+    if clips := sum(PurePosixPath(name).suffix.lower() in CLIPS for f in folders for name in f.files):
+        message += f" There are {clips} video clips: set 'frames' in Load Dataset to train them."
     if deeper := ", ".join(_with_images(root, config, check)):
         message += f" There are some in {deeper} inside it: choose one of these ('recursive' mixes them all)."
     raise UserError(message)
@@ -273,30 +291,31 @@ def _repeats_in(folder: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _sample_or_reason(
+def _samples_or_reason(
     root: Path, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig, image: tuple[_Folder, str]
-) -> Sample | Skipped:
+) -> list[Sample] | Skipped:
     folder, file = image
     try:
-        return _sample(root, folder, file, metadata, config)
+        return _samples(root, folder, file, metadata, config)
     except BadImage as error:
         return Skipped(folder.name_of(file), str(error))
 
 
-def _sample(
+def _samples(
     root: Path, folder: _Folder, file: str, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig
-) -> Sample:
+) -> list[Sample]:
+    """Return the sample of an image, or those of a clip."""
     if twins := folder.twins(file):
         raise BadImage(f"shares its caption or mask with {', '.join(twins)}; rename or remove one of them")
     stem, path = stem_of(file), root / folder.relative / file
     try:
-        info = path.stat()
+        size, date = stamp(path)
     except OSError as error:
         raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
-    header = read_latent_header(path) if is_latent_file(file) else read_header(path)
+    header, starts = _header(path, file in folder.clips, config)
     mask = folder.masks.get(stem) if config.mask.source in _MASK_FILES else None
     places = Places(path.parent, folder.relative, folder.captions, metadata)
-    return Sample(
+    sample = Sample(
         name=folder.name_of(file),
         width=header.width,
         height=header.height,
@@ -305,9 +324,17 @@ def _sample(
         mask=folder.name_of(mask) if mask else "",
         has_alpha=header.has_alpha,
         encoded=header.encoded,
-        bytes=info.st_size,
-        mtime_ns=info.st_mtime_ns,
+        bytes=size,
+        mtime_ns=date,
     )
+    return [replace(sample, frames=config.frames, start=start) for start in starts] or [sample]
+
+
+def _header(path: Path, may_be_clip: bool, config: DatasetConfig) -> tuple[Header, list[int]]:
+    """Return the header of an image, clip or latent file, and where a clip's samples begin; [] for others."""
+    if may_be_clip and not (clip := read_clip_header(path)).is_still:
+        return Header(*clip.size, has_alpha=False), samples_of(clip, config)
+    return (read_latent_header if is_latent_file(path.name) else read_header)(path), []
 
 
 def _captions(file: str, places: Places, config: DatasetConfig) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import added, to_text
-from .bucket import Size
+from .bucket import Bucket, Size
 
 Ints = NDArray[np.int64]
 Keys = NDArray[np.uint8]
@@ -45,8 +45,8 @@ class SourceRules:
 class Index:
     """All entries. Arrays are (entries,), (views, ...), (samples, ...) or (texts, 16)."""
 
-    buckets: tuple[tuple[int, ...], ...]
-    """Sizes in pixels; of latents from the graph: width, height, ... in cells."""
+    buckets: tuple[Bucket, ...]
+    """Sizes in pixels, with the frames of clips; of latents from the graph: width, height, ... in cells."""
     rules: tuple[SourceRules, ...]
     sample: NDArray[np.int32]
     """(entries,): position in the ImageSet."""
@@ -120,7 +120,7 @@ class IndexBuilder:
 
     def __init__(self, rules: Iterable[SourceRules]) -> None:
         self._rules = tuple(rules)
-        self._buckets: dict[tuple[int, ...], int] = {}
+        self._buckets: dict[Bucket, int] = {}
         self._entries = array("i")  # sample, bucket, repeats
         self._view_start, self._text_start = array("q", [0]), array("q", [0])
         self._latents, self._masks, self._texts = bytearray(), bytearray(), bytearray()
@@ -153,7 +153,7 @@ class IndexBuilder:
     def add_entry(
         self,
         sample: int,
-        bucket: tuple[int, ...],
+        bucket: Bucket,
         repeats: int,
         latents: Sequence[bytes],
         masks: Sequence[bytes],

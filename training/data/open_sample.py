@@ -15,10 +15,11 @@ from PIL.Image import Image
 from torch import Tensor
 
 from .bucket import Size
+from .clip import frame_files, frames_of, read_clip_header, read_frames, read_video, stamp
 from .image import UprightImage, image_from_array, mask_from_array, read_image, read_mask
 from .image_file import BadImage
 from .latent_file import read_latents, read_opacity
-from .samples import IN_MEMORY, Sample, Source
+from .samples import IN_MEMORY, VIDEO, Sample, Source
 
 _ALPHA = ("alpha", "auto")
 
@@ -40,6 +41,23 @@ def open_sample(source: Source, sample: Sample) -> tuple[UprightImage, Image | N
     if mask is None and source.config.mask.source in _ALPHA:
         mask = image.alpha
     return image, mask
+
+
+def open_clip(source: Source, sample: Sample, count: int) -> Iterator[UprightImage]:
+    """Yield `count` frames of a clip, upright.
+
+    Raises BadImage if they are unusable, or the file has changed since the scan.
+    """
+    config = source.config
+    if source.root is None:
+        header, images = read_video(source.videos[_index_of(sample)])
+        for index in frames_of(header, config, sample.start, count):
+            yield image_from_array(images[index].numpy())
+        return
+    path = source.path(sample.name)
+    _require_unchanged(source, sample)
+    yield from read_frames(path, frames_of(read_clip_header(path), config, sample.start, count))
+    _require_unchanged(source, sample)
 
 
 def open_latents(
@@ -64,13 +82,16 @@ def content_of(source: Source, sample: Sample, digest: Callable[[Path], bytes]) 
 
     `digest` is for files. Raises BadImage if a file is gone, unreadable or changed since the scan.
     """
-    if source.root is None:
+    if source.root is None and sample.frames:
+        image, mask = _digest(read_video(source.videos[_index_of(sample)])[1]), b""
+    elif source.root is None:
         index = _index_of(sample)
         image = _digest(source.pixels[index])
         mask = _digest(source.masks[index]) if source.masks else b""
     else:
         _require_unchanged(source, sample)
-        image = _file_content(source.path(sample.name), digest)
+        path = source.path(sample.name)
+        image = _folder_content(path, digest) if path.is_dir() else _file_content(path, digest)
         with _naming_mask(sample):
             mask = _file_content(source.path(sample.mask), digest) if sample.mask else b""
     if not mask and sample.has_alpha and source.config.mask.source in _ALPHA:
@@ -92,6 +113,12 @@ def _naming_mask(sample: Sample) -> Iterator[None]:
         raise BadImage(f"its mask {sample.mask}: {error}") from error
 
 
+def _folder_content(folder: Path, digest: Callable[[Path], bytes]) -> bytes:
+    """Return the digest of a folder of frames: of their contents in order, not of their names."""
+    parts = b"".join(_file_content(file, digest) for file in frame_files(folder))
+    return hashlib.blake2b(b"frames" + parts, digest_size=16).digest()
+
+
 def _file_content(path: Path, digest: Callable[[Path], bytes]) -> bytes:
     try:
         return digest(path)
@@ -101,15 +128,15 @@ def _file_content(path: Path, digest: Callable[[Path], bytes]) -> bytes:
 
 def _require_unchanged(source: Source, sample: Sample) -> None:
     try:
-        info = source.path(sample.name).stat()
+        unchanged = stamp(source.path(sample.name)) == (sample.bytes, sample.mtime_ns)
     except OSError as error:
         raise BadImage(f"disappeared or cannot be read ({error.strerror or error})") from error
-    if (info.st_size, info.st_mtime_ns) != (sample.bytes, sample.mtime_ns):
+    if not unchanged:
         raise BadImage("changed after the folder was read; queue again")
 
 
 def _index_of(sample: Sample) -> int:
-    return int(sample.name.removeprefix(IN_MEMORY))
+    return int(sample.name.removeprefix(IN_MEMORY).removeprefix(VIDEO))
 
 
 def _digest(tensor: Tensor) -> bytes:

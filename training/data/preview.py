@@ -13,15 +13,18 @@ from torch import Tensor
 from ..model import OnProgress, no_progress
 from ..user_error import UserError
 from .augment import View, views_for
+from .bucket import Size
 from .caption import variations
 from .hashes import file_digest
 from .image import UprightImage, image_from_array
-from .open_sample import content_of, mask_file, open_sample
+from .open_sample import content_of, mask_file, open_clip, open_sample
 from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Source
 
 _PAPER, _INK, _FRAME = (24, 24, 24), (230, 230, 230), (255, 176, 0)
 _MARGIN, _LINE, _LINES = 8, 15, 6
+FRAMES = 4
+"""Most frames shown of a clip."""
 
 
 def preview(
@@ -65,29 +68,49 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
         content, _ = content_of(source, sample, file_digest)
         whole = (sample.width, sample.height)
         buckets = views_for(*whole, content[:8].hex(), source.config, step=step, encoded=sample.encoded)
-        upright, mask = _drawable(source, sample)
+        frames, mask = _drawable(source, sample)
     except UserError as error:  # BadImage, or no bucket for this size
         _write(drawn, [sample.name, f"cannot be used: {error}"], cell)
         return drawn
     views = [bucket[0] for bucket in buckets]
-    scale = cell / max(sample.width, sample.height)
+    across = 1 if len(frames) == 1 else 2
+    tile = cell // across
+    scale = tile / max(sample.width, sample.height)
     size = (max(1, round(sample.width * scale)), max(1, round(sample.height * scale)))
-    pixels = upright.crop((0, 0, *upright.size), size)
-    if mask is not None:
-        weights = np.asarray(mask.resize(size), np.float32)[:, :, None] / np.float32(255)
-        pixels = pixels * (np.float32(0.35) + np.float32(0.65) * weights)
-    image = _with_crop(Image.fromarray((pixels * 255).astype(np.uint8)), views[-1], scale)
-    drawn.paste(image, (_MARGIN + (cell - size[0]) // 2, _MARGIN + (cell - size[1]) // 2))
-    name = f"{sample.name} (latents, no image)" if sample.encoded else sample.name
-    _write(drawn, [name, *(_fit(view, sample) for view in views[-2:]), text], cell)
+    for place, frame in enumerate(frames):
+        image = _with_crop(_masked(frame, mask, size), views[-1], scale)
+        left, top = place % across * tile, place // across * tile
+        drawn.paste(image, (_MARGIN + left + (tile - size[0]) // 2, _MARGIN + top + (tile - size[1]) // 2))
+    _write(drawn, [_title(sample), *(_fit(view, sample) for view in views[-2:]), text], cell)
     return drawn
 
 
-def _drawable(source: Source, sample: Sample) -> tuple[UprightImage, Image.Image | None]:
-    """Return an image's pixels and mask; a single gray pixel for a latent file."""
+def _title(sample: Sample) -> str:
+    """Return a sample's name and what it is, if it is not an image."""
+    clip = f" ({sample.frames} frames from {sample.start})" if sample.frames else ""
+    return sample.name + (" (latents, no image)" if sample.encoded else clip)
+
+
+def _masked(frame: UprightImage, mask: Image.Image | None, size: Size) -> Image.Image:
+    """Return an image of `size`, darker where its mask is black."""
+    pixels = frame.crop((0, 0, *frame.size), size)
+    if mask is not None:
+        weights = np.asarray(mask.resize(size), np.float32)[:, :, None] / np.float32(255)
+        pixels = pixels * (np.float32(0.35) + np.float32(0.65) * weights)
+    return Image.fromarray((pixels * 255).astype(np.uint8))
+
+
+def _drawable(source: Source, sample: Sample) -> tuple[list[UprightImage], Image.Image | None]:
+    """Return an image's pixels and mask; some frames of a clip; a single gray pixel for a latent file."""
+    if sample.frames:
+        shown = {round(place * (sample.frames - 1) / (FRAMES - 1)) for place in range(FRAMES)}
+        frames = enumerate(open_clip(source, sample, sample.frames))
+        mask = mask_file(source, sample) if source.root else None
+        return [frame for index, frame in frames if index in shown], mask
     if not sample.encoded:
-        return open_sample(source, sample)
-    return image_from_array(np.full((1, 1, 3), 0.5, np.float32)), mask_file(source, sample)
+        image, mask = open_sample(source, sample)
+        return [image], mask
+    return [image_from_array(np.full((1, 1, 3), 0.5, np.float32))], mask_file(source, sample)
 
 
 def _with_crop(image: Image.Image, view: View, scale: float) -> Image.Image:

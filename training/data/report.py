@@ -24,15 +24,18 @@ def summary(images: ImageSet) -> str:
     table = images.samples
     bare: Counter[int] = Counter()
     encoded: Counter[int] = Counter()
+    clips: Counter[int] = Counter()
     for sample in table:
         bare[sample.source] += not any(sample.captions)
         encoded[sample.source] += bool(sample.encoded)
+        clips[sample.source] += bool(sample.frames)
     lines = []
     for place, source in enumerate(images.sources):
         repeats = table.column("repeats")[table.column("source") == place]
         kind = " for regularisation" if source.config.regularisation else ""
         lines.append(
-            f"Folder {source.title}: {len(repeats)} images{kind}, each {_span(repeats)} times, "
+            f"Folder {source.title}: {_counted(len(repeats), clips[place])}{kind}, "
+            f"each {_span(repeats)} times, "
             f"loss weight {source.config.weight:g}"
         )
         if encoded[place]:
@@ -41,7 +44,7 @@ def summary(images: ImageSet) -> str:
             text = finish("", source.config)
             shown = f'"{text}" alone' if text else "an empty one"
             lines.append(f"Without a caption: {bare[place]}, trained with {shown}")
-        lines += dataset_notes(source.config, FROM_GRAPH if source.pixels else FROM_FOLDER)
+        lines += dataset_notes(source.config, FROM_FOLDER if source.root else FROM_GRAPH)
     if images.ignored:
         others = ", ".join(
             f"{count} {extension or 'without extension'}" for extension, count in images.ignored
@@ -57,8 +60,9 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
     index, entries = dataset.index, dataset.entries
     samples = np.unique(index.sample[entries])
     texts = int((index.text_start[samples + 1] - index.text_start[samples]).sum())
+    clips = int((dataset.images.samples.column("frames")[samples] > 0).sum())
     lines = [
-        f"{len(samples)} images with {texts} captions; an epoch has {dataset.visits} showings "
+        f"{_counted(len(samples), clips)} with {texts} captions; an epoch has {dataset.visits} showings "
         f"in {dataset.steps_per_epoch(batch_size)} steps of {batch_size}"
     ]
     for place, source in enumerate(dataset.images.sources):
@@ -76,17 +80,32 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
         if count:
             visits = int(dataset.order.visits[place])
             steps = -(-visits // batch_size)
-            sides = " x ".join(map(str, size)) + (" cells" if is_encoded else "")
-            lines.append(f"Bucket {sides}: {count} images, {visits} showings in {steps} steps")
-    lines += [] if is_encoded else _crop_lines(dataset)
+            sides = " x ".join(map(str, size)) + (" cells" if is_encoded else " frames" if size[2:] else "")
+            kind = "clips" if size[2:] and not is_encoded else "images"
+            lines.append(f"Bucket {sides}: {count} {kind}, {visits} showings in {steps} steps")
+    lines += [] if is_encoded else [*_frame_lines(dataset), *_crop_lines(dataset)]
     return "\n".join([*lines, *_skipped(dataset.skipped)])
+
+
+def _frame_lines(dataset: EncodedDataset) -> list[str]:
+    """Return a line for each source whose frames the VAE does not take as they are."""
+    index, lines = dataset.index, []
+    for place, source in enumerate(dataset.images.sources):
+        of_source = index.source[index.sample[dataset.entries]] == place
+        buckets = {index.buckets[i] for i in index.bucket[dataset.entries[of_source]].tolist()}
+        trained = {bucket[2] for bucket in buckets if len(bucket) > 2} - {source.config.frames}
+        lines += [
+            f"frames {source.config.frames}: the VAE takes {frames} of them at once, and so many are trained"
+            for frames in trained
+        ]
+    return lines
 
 
 def _crop_lines(dataset: EncodedDataset) -> list[str]:
     """Return lines on how much is cut off and how many images are enlarged."""
     index, entries = dataset.index, dataset.entries
     sizes = index.sizes[index.sample[entries]].astype(np.float64)
-    buckets = np.array(index.buckets, np.float64)[index.bucket[entries]]
+    buckets = np.array([bucket[:2] for bucket in index.buckets], np.float64)[index.bucket[entries]]
     scales = (buckets / sizes).max(axis=1)
     cut = 1 - (buckets / scales[:, None] / sizes).prod(axis=1)
     worst = _name(dataset, int(cut.argmax()))
@@ -103,6 +122,12 @@ def _name(dataset: EncodedDataset, position: int) -> str:
 
 def _skipped(skipped: Sequence[Skipped]) -> list[str]:
     return [f"Left out: {len(skipped)}"] * bool(skipped) + [f"  {bad.name}: {bad.reason}" for bad in skipped]
+
+
+def _counted(samples: int, clips: int) -> str:
+    """Return for instance "3 images and 2 clips"."""
+    parts = [f"{samples - clips} images"] * (samples > clips) + [f"{clips} clips"] * bool(clips)
+    return " and ".join(parts) or "0 images"
 
 
 def _span(values: NDArray[Any]) -> str:

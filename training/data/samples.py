@@ -22,10 +22,13 @@ from torch import Tensor
 
 from ..user_error import UserError
 from .bucket import Size
+from .clip import Video
 from .config import DatasetConfig
 
 IN_MEMORY = "image-"
 """Prefix of the names of images from a graph."""
+VIDEO = "video-"
+"""Prefix of the names of videos from a graph."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class Sample:
     mtime_ns: int = 0
     source: int = 0
     """Index into `ImageSet.sources`."""
+    frames: int = 0
+    """Frames of a clip, before the VAE's own step is known; 0 for an image."""
+    start: int = 0
+    """The first of them in the clip."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,14 @@ class Source:
     """Whether its samples are latents from the graph, which have no pixels."""
     is_captioned: bool = True
     """Whether the captions of such samples are known."""
+    videos: tuple[Video, ...] = field(default=(), repr=False)
+    """Videos from a graph; video i gives the samples named VIDEO + i."""
 
     @property
     def title(self) -> str:
         if self.root is not None:
             return self.root.name
-        return "latents" if self.is_encoded else "images"
+        return "latents" if self.is_encoded else "videos" if self.videos else "images"
 
     def path(self, name: str) -> Path:
         assert self.root is not None, "in-memory images have no path"
@@ -192,7 +201,8 @@ class SampleTable(Sequence[Sample]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        width, height, repeats, source, alpha = self._small[index * len(_SMALL) : (index + 1) * len(_SMALL)]
+        small = self._small[index * len(_SMALL) : (index + 1) * len(_SMALL)]
+        width, height, repeats, source, alpha, frames, clip_start = small
         first = self._large[index * 3 - 1] if index else 0
         size, mtime_ns, last = self._large[index * 3 : index * 3 + 3]
         return Sample(
@@ -207,6 +217,8 @@ class SampleTable(Sequence[Sample]):
             bytes=size,
             mtime_ns=mtime_ns,
             source=source,
+            frames=frames,
+            start=clip_start,
         )
 
     def __iter__(self) -> Iterator[Sample]:
@@ -223,7 +235,7 @@ class SampleTable(Sequence[Sample]):
         return texts + 4 * len(self._small) + 8 * len(self._large)
 
 
-_SMALL = ("width", "height", "repeats", "source", "has_alpha")
+_SMALL = ("width", "height", "repeats", "source", "has_alpha", "frames", "start")
 """Fields of a sample that fit into 32 bits."""
 
 

@@ -55,6 +55,18 @@ class ComfyEncoder:
         with torch.inference_mode():
             return self.vae.encode(pixels).to("cpu", torch.float32).clone()  # type: ignore[no-any-return]
 
+    def clip_frames(self, frames: int) -> int:
+        if self.vae.latent_dim != 3 or getattr(self.vae, "not_video", False):
+            raise UserError(
+                "frames: this VAE is for images and takes no clips; set frames to 0 in Load Dataset, or "
+                "choose a video model and its VAE."
+            )
+        counted, uncounted = self.vae.downscale_ratio[0], self.vae.upscale_ratio[0]
+        return max(1, int(uncounted(counted(frames))))
+
+    def encode_clip(self, pixels: Tensor) -> Tensor:
+        return self.encode_image(pixels)  # a video VAE takes a batch of images as one clip
+
     def encode_text(self, caption: str) -> Conditioning:
         comfy.model_management.throw_exception_if_processing_interrupted()
         with torch.inference_mode():
