@@ -77,6 +77,10 @@ class Family:
     """Guidance input during training; None where the network has none or ComfyUI's own default is right."""
     cfg: float = 4.0
     """Guidance scale to draw samples with; 1 for a model that was distilled to need none."""
+    first_frame: str = ""
+    """"module.Class" of the stock node in comfy_extras that conditions it on a clip's first frame."""
+    needs_first_frame: bool = False
+    """Whether it is never trained or drawn without one."""
     bucket_step: int = 16
     """Pixels that divide image sides: the VAE's reduction times what the network halves or patches."""
     resolution: int = 0
@@ -407,13 +411,11 @@ _GENERIC_ROWS = {
     "HunyuanDiT": "HUNYUAN_DIT",
     "HunyuanImage21": "HUNYUAN_IMAGE",
     "HunyuanVideo": "HUNYUAN_VIDEO",
-    "HunyuanVideo15": "HUNYUAN_VIDEO_15",
     "Ideogram4": "IDEOGRAM4",
     "JoyImage": "JOYIMAGE",
     "Kandinsky5": "KANDINSKY5",
     "Kandinsky5Image": "KANDINSKY5_IMAGE",
     "Krea2": "KREA2",
-    "LTXV": "LTXV",
     "Lens": "LENS",
     "LongCatImage": "LONGCAT_IMAGE",
     "MageFlow": "MAGE",
@@ -547,6 +549,31 @@ FAMILIES: Mapping[str, Family] = {
         name="WAN21_T2V",
         preset_modules={"WanAttentionBlock": ("blocks.*",)},
         clip_type="WAN",
+    ),
+    "WAN21_I2V": replace(
+        GENERIC,
+        name="WAN21_I2V",
+        preset_modules={"WanAttentionBlock": ("blocks.*",)},
+        clip_type="WAN",
+        first_frame="nodes_wan.WanImageToVideo",
+        needs_first_frame=True,
+    ),
+    "WAN22_T2V": replace(
+        GENERIC,
+        name="WAN22_T2V",
+        preset_modules={"WanAttentionBlock": ("blocks.*",)},
+        clip_type="WAN",
+        bucket_step=32,
+        first_frame="nodes_wan.Wan22ImageToVideoLatent",
+    ),
+    "HunyuanVideo15": replace(
+        GENERIC,
+        name="HunyuanVideo15",
+        clip_type="HUNYUAN_VIDEO_15",
+        first_frame="nodes_hunyuan.HunyuanVideo15ImageToVideo",
+    ),
+    "LTXV": replace(
+        GENERIC, name="LTXV", clip_type="LTXV", bucket_step=32, first_frame="nodes_lt.LTXVImgToVideo"
     ),
     **{name: replace(GENERIC, name=name, clip_type=clip_type) for name, clip_type in _GENERIC_ROWS.items()},
 }

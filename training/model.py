@@ -243,6 +243,23 @@ class Encoder(Protocol):
         """(frames, H, W, 3) float32 in 0..1 -> (1, C, T, H/r, W/r) float32 latents of one clip."""
         ...
 
+    @property
+    def first_frame(self) -> str:
+        """What conditions the model on a clip's first frame, part of the cache's keys; "" for nothing."""
+        ...
+
+    @property
+    def needs_first_frame(self) -> bool:
+        """Whether the model is always conditioned on it."""
+        ...
+
+    def encode_first_frame(self, pixels: Tensor) -> Conditioning:
+        """Return what the model is given for a clip (frames, H, W, 3) whose first frame is known.
+
+        A "denoise_mask" (1, 1, T, H or 1, W or 1) is 0 where latents are given and 1 where they are noised.
+        """
+        ...
+
     def encode_text(self, caption: str) -> Conditioning: ...
 
 

@@ -23,6 +23,7 @@ class FakeEncoder:
 
     bucket_step = 16
     reduction = 8
+    first_frame, needs_first_frame = "", False
 
     def __init__(self, image_fingerprint: str = "vae", text_fingerprint: str = "clip") -> None:
         self.image_fingerprint, self.text_fingerprint = image_fingerprint, text_fingerprint
@@ -44,6 +45,12 @@ class FakeEncoder:
         self.images.append(pixels)
         cells = F.avg_pool2d(pixels.movedim(-1, 1), 8)
         return torch.stack([cells[:1].mean(0), *(part.mean(0) for part in cells[1:].split(4))], 1)[None]
+
+    def encode_first_frame(self, pixels: Tensor) -> dict[str, Tensor]:
+        """Return the first frame's latents, and a mask that is 0 there."""
+        mask = torch.ones(1, 1, self.encode_clip(pixels).shape[2], 1, 1)
+        mask[:, :, 0] = 0
+        return {"concat_latent_image": self.encode_image(pixels[:1])[:, :, None], "denoise_mask": mask}
 
     def encode_text(self, caption: str) -> dict[str, Tensor]:
         self.texts.append(caption)

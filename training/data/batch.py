@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import digest
-from ..model import Batch, Conditioning, count_positions
+from ..model import Batch, Condition, Conditioning, count_positions
 from ..rng import generator
 from ..user_error import UserError
 from .caption import variations
@@ -31,6 +31,9 @@ from .store import Store
 
 T = TypeVar("T")
 Entries = NDArray[np.int32]
+
+GIVEN = ("concat_latent_image", "concat_mask", "denoise_mask")
+"""What the model is given for a clip whose first frame it knows."""
 
 MOST_LOOKED_AT = 1000
 """Most texts, and most images, searched for the longest text."""
@@ -113,6 +116,9 @@ class EncodedDataset:
         """
         chosen = self.choose(size, seed=seed, index=index)
         views = [self._view(view) for view in chosen.views]
+        for place in self._without_first_frame(chosen, seed, index):
+            for name in GIVEN:
+                views[place][1].pop(name, None)
         latents = torch.stack([latents for latents, _ in views])
         weights = [rules.weight for rules in chosen.rules]
         samples = self.index.sample[chosen.entries].tolist()
@@ -165,6 +171,16 @@ class EncodedDataset:
         keys = [at.text_key(s, t, has_caption=c, has_references=r) for s, t, c, r in places]
         captions = [self._caption(s, t) if c else "" for s, t, c, _ in places]
         return Choice(entries, _pick(at.view_start, entries, view_draws), keys, rules, captions)
+
+    def _without_first_frame(self, chosen: Choice, seed: int, index: int) -> list[int]:
+        """Return the places in a batch of clips that are trained without their first frame given."""
+        shares = [rules.first_frame for rules in chosen.rules]
+        clips = [len(self.index.buckets[self.index.bucket[entry]]) > 2 for entry in chosen.entries]
+        if not any(clip and share < 1 for clip, share in zip(clips, shares)):
+            return []
+        draws = torch.rand(len(shares), generator=generator(seed, "first frame", index)).tolist()
+        draws = [0.5] * len(shares) if self.steady else draws
+        return [place for place, share in enumerate(shares) if clips[place] and draws[place] >= share]
 
     def _draws(self, count: int, seed: int, index: int) -> NDArray[np.float64]:
         """Return (3, count) numbers in [0, 1) that pick view, text and dropout of each sample of a batch."""
@@ -233,10 +249,10 @@ class EncodedDataset:
         held_out: NDArray[np.bool_] = named & ~regular
         return held_out
 
-    def _view(self, view: int) -> tuple[Tensor, Conditioning]:
+    def _view(self, view: int) -> tuple[Tensor, dict[str, Condition]]:
         """Return a view's latents and its own conditioning, such as what of it the model is given."""
         entry = self.store.read("latents", self.index.latent_key(view))
-        return entry.pop("latents").float(), unpack(entry)
+        return entry.pop("latents").float(), dict(unpack(entry))
 
     def _caption(self, index: int, text_index: int) -> str:
         """Return the text with key `text_index` of a sample; only keys are stored, so it is made again."""

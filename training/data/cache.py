@@ -19,7 +19,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from ..log import log
-from ..model import Encoder, OnProgress, no_progress, tensors_in
+from ..model import Conditioning, Encoder, OnProgress, no_progress, tensors_in
 from ..user_error import UserError
 from .augment import View, render, views_for
 from .batch import EncodedDataset
@@ -40,6 +40,7 @@ from .store import Store
 VERSION = 1
 """Part of every key; raised whenever encoded tensors change. A part that is new to keys is left out of
 them at its default."""
+NOTHING: Conditioning = {}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -107,6 +108,11 @@ class _Work:
         """Return the number of frames of a clip that the VAE takes; 0 for an image."""
         return self.encoder.clip_frames(sample.frames) if sample.frames else 0
 
+    def first_frame_share(self, config: DatasetConfig) -> float:
+        """Return the share of clips to give the first frame of, among those that have it in the cache."""
+        always = not config.frames or not self.encoder.first_frame or self.encoder.needs_first_frame
+        return 1.0 if always else config.first_frame or 1.0
+
     def text_key(self, text: str, config: DatasetConfig) -> bytes:
         return cache_key("text", self.text_fingerprint, text, config.dtype)
 
@@ -129,7 +135,13 @@ class _Work:
     def _clip_parts(self, sample: Sample, config: DatasetConfig) -> tuple[object, ...]:
         """Return what a clip's key has beside an image's: which of its frames."""
         frames = self.frames(sample)
-        return ("clip", frames, sample.start, config.fps, config.clips) if frames else ()
+        given = [self.encoder.first_frame] if self.gives_first_frame(sample) else []
+        return ("clip", frames, sample.start, config.fps, config.clips, *given) if frames else ()
+
+    def gives_first_frame(self, sample: Sample) -> bool:
+        """Return whether a clip is trained, always or at times, with its first frame given."""
+        asked = self.encoder.needs_first_frame or self.images.source(sample).config.first_frame
+        return bool(asked and self.encoder.first_frame and self.frames(sample) > 1)
 
     def mask_key(self, view: View, sample: Sample, content: bytes) -> bytes:
         size = (sample.width, sample.height)
@@ -147,7 +159,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
     configs = [source.config for source in sources]
     empty = [work.text_key("", c) for c in configs]
     rules = [
-        SourceRules(c.weight, c.mask.outside, c.caption.dropout, e)
+        SourceRules(c.weight, c.mask.outside, c.caption.dropout, e, 0.0, work.first_frame_share(c))
         for c, e in zip(configs, empty, strict=True)
     ]
     builder, unseen, unread, bad = IndexBuilder(rules), [], [], {}
@@ -216,19 +228,22 @@ def _encode_images(
         for item in loaded:
             if item.mask is not None and work.lacks("masks", item.mask_key):
                 work.write("masks", item.mask_key, {"mask": item.mask})
-            latents = item.latents
+            latents, given = item.latents, NOTHING
             if item.pixels is not None and work.lacks("latents", item.latent_key):
-                latents = _encode_pixels(work, item.pixels, sample.name)
+                latents, given = _encode_pixels(work, item.pixels, sample)
             if latents is not None:
-                stored = latents.to(DTYPES[work.images.source(sample).config.dtype])
-                work.write("latents", item.latent_key, {"latents": stored})
+                dtype = DTYPES[work.images.source(sample).config.dtype]
+                work.write("latents", item.latent_key, {"latents": latents.to(dtype), **pack(given, dtype)})
         yield position, ""
 
 
-def _encode_pixels(work: _Work, pixels: Tensor, name: str) -> Tensor:
+def _encode_pixels(work: _Work, pixels: Tensor, sample: Sample) -> tuple[Tensor, Conditioning]:
+    """Return the latents of an image or clip, and what of it the model is given."""
+    given = NOTHING
     if pixels.ndim == 4:  # a clip; most wait for the VAE in 8 bits
         frames = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
         latents = work.encoder.encode_clip(frames)[0].float()
+        given = work.encoder.encode_first_frame(frames) if work.gives_first_frame(sample) else NOTHING
     else:
         latents = work.encoder.encode_image(pixels[None])[0].float()
     height, width = (side // work.reduction for side in pixels.shape[-3:-1])
@@ -237,10 +252,10 @@ def _encode_pixels(work: _Work, pixels: Tensor, name: str) -> Tensor:
     )
     if not torch.isfinite(latents).all():
         raise UserError(
-            f"{name}: the VAE returned NaN or infinite values. Half precision is too coarse for some VAEs: "
-            "start ComfyUI with --fp32-vae or --bf16-vae, or load another VAE."
+            f"{sample.name}: the VAE returned NaN or infinite values. Half precision is too coarse for some "
+            "VAEs: start ComfyUI with --fp32-vae or --bf16-vae, or load another VAE."
         )
-    return latents
+    return latents, given
 
 
 def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:

@@ -228,6 +228,14 @@ class DatasetConfig:
     Training always reads the cache, so it sees this rounding.
     """
 
+    first_frame: float = setting(
+        0.0,
+        "Share of clips whose first frame the model is given, to learn image to video. Models that always "
+        "take one (Wan I2V) get it anyway.",
+        high=1,
+        added=True,
+    )
+
     def __post_init__(self) -> None:
         require(1 <= self.repeats <= 1_000_000, f"repeats must be 1 to 1000000, got {self.repeats}.")
         require(
@@ -243,6 +251,7 @@ class DatasetConfig:
             math.isfinite(self.fps) and 0 <= self.fps <= 240,
             f"fps must be 0 (every frame) to 240, got {self.fps}.",
         )
+        require(0 <= self.first_frame <= 1, f"first_frame must be between 0 and 1, got {self.first_frame}.")
 
 
 INEFFECTIVE = (
@@ -251,7 +260,7 @@ INEFFECTIVE = (
     Ineffective(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
     Ineffective(("outside_mask",), {"masks": ("off",)}),
     Ineffective(("captions_from",), {"images": (FROM_GRAPH,)}),
-    Ineffective(("fps", "clips"), {"frames": (0,)}),
+    Ineffective(("fps", "clips", "first_frame"), {"frames": (0,)}),
 )
 """Settings of a dataset that have no effect, by the names of their widgets."""
 

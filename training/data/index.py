@@ -38,6 +38,8 @@ class SourceRules:
     """Key of the empty caption."""
     reference_dropout: float = added(0.0)
     """Chance of training without the references."""
+    first_frame: float = added(1.0)
+    """Share of the clips with a first frame to give that are trained with it."""
     __repr__ = to_text  # part of the dataset's fingerprint
 
 

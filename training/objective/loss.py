@@ -62,6 +62,9 @@ def loss_at(
     x_t, target = add_noise(sampling, sigma, noise, x0)
     if perturbation is not None:
         x_t, _ = add_noise(sampling, sigma, noise + config.input_perturbation * perturbation.to(noise), x0)
+    noised = noised_mask(batch, x0)
+    if noised is not None:
+        x_t = torch.where(noised > 0, x_t, x0)
     output = network_output(sampling, sigma, x_t, denoiser.denoise(x_t, sigma, batch))
     if config.differential_guidance != 1.0:
         target = differential_target(output.detach(), target, config.differential_guidance)
@@ -69,7 +72,18 @@ def loss_at(
     gain = _choice(SPACES, _auto(config.space, denoiser.family.space), "space")(level)
     error = _choice(LOSSES, config.loss, "loss")(gain * (output - target), config.huber_delta)
     error = error * _choice(WEIGHTINGS, config.weighting, "weighting")(level, gain, config)
-    return _mean(error, batch)
+    return _mean(error, batch, noised)
+
+
+def noised_mask(batch: Batch, x0: Tensor) -> Tensor | None:
+    """Return (B, 1, T, H, W) or what broadcasts to it: 1 where latents are noised and trained, 0 where the
+    model is given them clean, by the "denoise_mask" of each sample. None if no sample has one.
+    """
+    masks = [conditioning.get("denoise_mask") for conditioning in batch.conditioning]
+    if not any(isinstance(mask, Tensor) for mask in masks):
+        return None
+    one = torch.ones(1, 1, *x0.shape[2:], device=x0.device)
+    return torch.cat([one * mask.to(one) if isinstance(mask, Tensor) else one for mask in masks])
 
 
 def add_noise(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,10 +138,13 @@ def with_guidance(batch: Batch, config: ObjectiveConfig, family: Family) -> Batc
     return dataclasses.replace(batch, extras=[{"guidance": value, **extra} for extra in extras])
 
 
-def _mean(error: Tensor, batch: Batch) -> Tensor:
+def _mean(error: Tensor, batch: Batch, noised: Tensor | None) -> Tensor:
+    masks = noised
     if batch.masks is not None:
-        masks = batch.masks.to(error)
-        masks = masks.reshape(*masks.shape[:2], *(1,) * (error.ndim - 4), *masks.shape[2:])
+        painted = batch.masks.to(error)
+        painted = painted.reshape(*painted.shape[:2], *(1,) * (error.ndim - 4), *painted.shape[2:])
+        masks = painted if noised is None else painted * noised
+    if masks is not None:
         means = masks.flatten(1).mean(1).clamp_min(1e-6)  # per image, so that all images count the same
         error = error * (masks / means.reshape(-1, *(1,) * (masks.ndim - 1)))
     per_sample = error.flatten(1).mean(1)

@@ -13,6 +13,7 @@ from typing import Any
 import comfy.conds
 import comfy.ldm.modules.attention
 import comfy.model_management
+import comfy.sampler_helpers
 import comfy.utils
 import torch
 from torch import Tensor, nn
@@ -233,6 +234,9 @@ class ComfyDenoiser:
     ) -> dict[str, Any]:
         height, width = (side * self.pixels_per_cell for side in x_t.shape[-2:])
         known = {"width": width, "height": height, "prompt_type": "positive", "pooled_output": None}
+        if "denoise_mask" in conditioning:
+            mask = comfy.sampler_helpers.prepare_mask(conditioning["denoise_mask"], x_t.shape, self.device)
+            conditioning = {**conditioning, "denoise_mask": mask}
         return self.model.extra_conds(  # type: ignore[no-any-return]
             noise=x_t,
             device=self.device,

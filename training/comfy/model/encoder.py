@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +32,7 @@ class ComfyEncoder:
             raise UserError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")
         require_plain(clip.patcher, "CLIP")
         self.vae, self.clip = vae, clip
-        self.bucket_step = family.bucket_step
+        self.bucket_step, self._family = family.bucket_step, family
 
     @cached_property
     def image_fingerprint(self) -> str:
@@ -55,6 +57,30 @@ class ComfyEncoder:
         with torch.inference_mode():
             return self.vae.encode(pixels).to("cpu", torch.float32).clone()  # type: ignore[no-any-return]
 
+    @property
+    def first_frame(self) -> str:
+        return self._family.first_frame
+
+    @property
+    def needs_first_frame(self) -> bool:
+        return self._family.needs_first_frame
+
+    def encode_first_frame(self, pixels: Tensor) -> Conditioning:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        frames, height, width = pixels.shape[:3]
+        empty = [[torch.zeros(1, 1, 1), {}]]
+        known = {"positive": empty, "negative": empty, "vae": self.vae, "batch_size": 1, "strength": 1.0}
+        known |= {"width": width, "height": height, "length": frames}
+        known |= {"start_image": pixels[:1], "image": pixels[:1]}
+        node = stock_node(self.first_frame)
+        wanted = inspect.signature(node.execute).parameters
+        with torch.inference_mode():
+            outputs = node.execute(**{name: value for name, value in known.items() if name in wanted}).result
+        given = read_conditioning(outputs[0]) if "positive" in wanted else {}
+        given = {name: value for name, value in given.items() if name != "cross_attn"}
+        mask = outputs[-1].get("noise_mask")
+        return given if mask is None else {**given, "denoise_mask": mask.cpu().clone()}
+
     def clip_frames(self, frames: int) -> int:
         if self.vae.latent_dim != 3 or getattr(self.vae, "not_video", False):
             raise UserError(
@@ -71,3 +97,9 @@ class ComfyEncoder:
         comfy.model_management.throw_exception_if_processing_interrupted()
         with torch.inference_mode():
             return read_conditioning(self.clip.encode_from_tokens_scheduled(self.clip.tokenize(caption)))
+
+
+def stock_node(place: str) -> Any:
+    """Return the class of a node at "module.Class" in ComfyUI's comfy_extras."""
+    module, _, name = place.partition(".")
+    return getattr(importlib.import_module(f"comfy_extras.{module}"), name)
