@@ -558,6 +558,14 @@ FAMILIES: Mapping[str, Family] = {
         first_frame="nodes_wan.WanImageToVideo",
         needs_first_frame=True,
     ),
+    "WAN22_I2V": replace(
+        GENERIC,
+        name="WAN22_I2V",
+        preset_modules={"WanAttentionBlock": ("blocks.*",)},
+        clip_type="WAN",
+        first_frame="nodes_wan.WanImageToVideo",
+        needs_first_frame=True,
+    ),
     "WAN22_T2V": replace(
         GENERIC,
         name="WAN22_T2V",
@@ -592,5 +600,14 @@ def _flux2_variant(unet_config: Mapping[str, Any]) -> str:
     return "Flux2" if unet_config.get("guidance_embed", True) else "Flux2Klein"
 
 
-VARIANTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"SD3": _sd3_variant, "Flux2": _flux2_variant}
+def _wan_variant(unet_config: Mapping[str, Any]) -> str:
+    """Wan 2.2's experts for image to video are text to video to ComfyUI, but for inputs of a first frame."""
+    return "WAN22_I2V" if unet_config.get("in_dim", 16) == 36 else "WAN21_T2V"
+
+
+VARIANTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "SD3": _sd3_variant,
+    "Flux2": _flux2_variant,
+    "WAN21_T2V": _wan_variant,
+}
 """ComfyUI config classes that hold several models: unet_config -> row of FAMILIES."""

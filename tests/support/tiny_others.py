@@ -478,6 +478,13 @@ OTHERS = {
     "ltxv": Tiny("LTXV", _LTXV, channels=128, frames=2, extra=_mask),
     "mochi": Tiny("GenmoMochi", _MOCHI, channels=12, frames=2, extra=_mask),
     "wan": Tiny("WAN21_T2V", _WAN, frames=3),
+    "wan_5b": Tiny("WAN22_T2V", {**_WAN, "in_dim": 48, "out_dim": 48}, channels=48, frames=3),
+    "wan_i2v": Tiny(
+        "WAN21_I2V",
+        {**_WAN, "model_type": "i2v", "in_dim": 36},
+        frames=3,
+        idle=("img_emb.*", "*.cross_attn.*_img"),
+    ),
     # Sound
     "ace": Tiny(
         "ACEStep", _ACE, channels=8, size=(16, 8), extra=_lyrics, building=_small_encoder, idle=_SPEECH
