@@ -430,6 +430,14 @@ class SampleConfig:
     sampler: str = setting("euler", "Sampler, as in KSampler; euler suits most models.")
     scheduler: str = setting("simple", "Noise schedule, as in KSampler.")
     seed: int = 0
+    frames: int = setting(
+        1,
+        "Frames of a sample: 1 draws images, more draw clips with a video model.",
+        low=1,
+        high=10_000,
+        added=True,
+    )
+    fps: float = setting(16.0, "Frames per second at which sample clips play.", low=1, high=240, added=True)
     walk_seed: bool = setting(
         False, "Use another seed for every set. Otherwise sets differ by the training alone."
     )

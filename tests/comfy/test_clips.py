@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import av
 import comfy.sample
+import comfy.utils
 import pytest
 import torch
+from PIL import Image
 
 import nodes
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.clips import decoded, moving, write_clip
 from graft.tests.support.memory import measured
+from graft.tests.support.tiny_others import OTHERS
 from graft.tests.support.tiny_videos import FIRST_FRAMES, WAN_I2V, wan_vae
 from graft.training.adapters.build import attach, restore_adapters, select
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder, stock_node
+from graft.training.comfy.run import routes, samples
 from graft.training.config import (
     AdapterConfig,
     MemoryConfig,
@@ -246,3 +253,30 @@ def test_an_expert_learns_to_go_on_from_the_first_frame():
 def test_a_wan_vae_takes_one_frame_and_then_four_at_a_time(tmp_path):
     encoder = ComfyEncoder(wan_vae(), Clip(WAN_I2V), ComfyDenoiser(WAN_I2V()).family)
     assert [encoder.clip_frames(count) for count in (1, 4, 5, 8, 9, 33, 81)] == [1, 1, 5, 5, 9, 33, 81]
+
+
+def test_samples_of_a_video_model_are_animated_for_the_node_and_a_video_on_disk(tmp_path, monkeypatch):
+    tiny, shown = OTHERS["wan"], []
+    model = tiny()
+    monkeypatch.setattr(samples, "with_lora", lambda model, clip, *_: (model, clip))
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *args, **_: shown.append(args[2][1].size))
+    chosen = {"frames": 9, "fps": 8.0, "width": 64, "height": 96, "steps": 1, "every": 1}
+    settings = samples.SamplePrompts(Clip(tiny), wan_vae(), ("a walk", "a run"), **chosen)
+    family, texts = ComfyDenoiser(model).family, {"prompt": {"1": {"class_type": "KSampler"}}}
+    writer = samples.SampleWriter(settings, model, family, tmp_path / "samples", 0, 1, metadata=texts)
+    writer.draw(SimpleNamespace(step=1), [0, 1])
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names == [f"step-00000001-{index}.{kind}" for index in (0, 1) for kind in ("mp4", "webp")]
+    with Image.open(tmp_path / "samples" / names[1]) as animated:
+        animated.load()
+        assert (animated.n_frames, animated.size, animated.info["duration"]) == (9, (64, 96), 125)
+    with av.open(str(tmp_path / "samples" / names[0])) as video:
+        assert json.loads(video.metadata["prompt"]) == texts["prompt"]
+        assert json.loads(video.metadata["graft_prompt"]) == "a walk"
+        assert video.streams.video[0].average_rate == 8
+    assert len(decoded(tmp_path / "samples" / names[0])) == 9 and shown == [(64, 96)] * 2
+    assert [row["name"] for row in routes.list_files(tmp_path)["samples"]] == names[1::2]
+    writer.draw = None  # what is there is not drawn again
+    writer.on_start({1: None})
+    images = replace(settings, vae=SimpleNamespace(latent_dim=2), cfg=4.0)
+    assert any("frames 9 of Sample Prompts: this VAE is for images" in note for note in images.notes(family))

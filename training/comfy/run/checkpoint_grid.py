@@ -66,7 +66,8 @@ def checkpoint_grid(
     `family` gives the guidance scale if the settings have none.
 
     Draws at most `checkpoints` of those that the run of `handle` still has up to it, evenly spread and ending
-    with the last one. A sample that does not fit into memory stays blank.
+    with the last one. A sample that does not fit into memory stays blank. Of a clip, the frame in the
+    middle is shown.
     """
     run = Run.of(handle)
     handles = spread_evenly(Checkpoints(run).leading_to(handle) if run else [handle], checkpoints)
@@ -82,8 +83,9 @@ def checkpoint_grid(
             images = draw_samples(
                 settings, model, state, family_named(state.family), trigger, strength=strength
             )
-            for column, image in enumerate(images):
-                drawn[column].append(image or Image.new("RGB", (settings.width, settings.height), "white"))
+            for column, frames in enumerate(images):
+                blank = [Image.new("RGB", (settings.width, settings.height), "white")]
+                drawn[column].append((frames or blank)[len(frames or blank) // 2])
                 done = len(rows) * len(settings.prompts) + column + 1
                 on_progress(done, total, f"step {state.step}, strength {strength:g}")
             rows.append(f"step {state.step}\nstrength {strength:g}")

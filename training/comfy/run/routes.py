@@ -25,7 +25,7 @@ from ..versions import running_server
 from .chart_run import added_inputs, chart_runs
 from .session import known_runs, request_finish
 
-SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.png", re.ASCII)
+SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.(png|webp)", re.ASCII)
 CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
 
 
@@ -104,12 +104,14 @@ async def files(request: web.Request) -> web.Response:
 
 
 async def sample(request: web.Request) -> web.StreamResponse:
-    """Answer the image ?run=<run>&name=step-<n>-<prompt>.png."""
+    """Answer the image ?run=<run>&name=step-<n>-<prompt>.png, or the animated one of a clip, .webp."""
     folder, name = _run_folder(request), request.query.get("name", "")
     path = folder / "samples" / name
-    if not SAMPLE.fullmatch(name) or not _is_file_of(folder, path):
+    match = SAMPLE.fullmatch(name)
+    if not match or not _is_file_of(folder, path):
         return _refused("no such sample", 404)
-    return web.FileResponse(path, headers={"Content-Type": "image/png", "X-Content-Type-Options": "nosniff"})
+    headers = {"Content-Type": f"image/{match[3]}", "X-Content-Type-Options": "nosniff"}
+    return web.FileResponse(path, headers=headers)
 
 
 async def finish(request: web.Request) -> web.Response:

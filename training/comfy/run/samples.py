@@ -34,6 +34,7 @@ from ...state import TrainState
 from ...user_error import UserError
 from ..files.trained_lora import with_lora
 from ..model.unload import unload
+from .sample_clips import save_clip
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
 SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
@@ -43,6 +44,8 @@ SHOWN = 5
 
 PREVIEW_SIDE = 512
 """Pixels of the longer side of an image on the node."""
+IMAGE, CLIP = KINDS = (".png", ".webp")
+"""Endings of a sample's file: of an image, and of a clip as the node shows it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class SamplePrompts(SampleConfig):
         if not (self.guidance >= 0 or self.guidance == -1):
             raise UserError(f"guidance must be 0 or more, or -1 for the model's own; got {self.guidance}.")
 
+    @property
+    def draws_clips(self) -> bool:
+        """Whether samples are clips: asked for, and drawn by a model whose VAE has frames."""
+        return self.frames > 1 and getattr(self.vae, "latent_dim", 2) == 3
+
     def of(self, family: Family) -> SamplePrompts:
         """Return the settings for a family: with its guidance scale, if none is set."""
         return self if self.cfg else replace(self, cfg=family.cfg)
@@ -82,6 +90,8 @@ class SamplePrompts(SampleConfig):
             )
         if self.negative and cfg == 1:
             notes.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
+        if self.frames > 1 and not self.draws_clips:
+            notes.append(f"frames {self.frames} of Sample Prompts: this VAE is for images; images are drawn.")
         return notes
 
 
@@ -94,7 +104,7 @@ class SampleWriter:
     """The MODEL that the LoRA is trained on."""
     family: Family
     folder: Path
-    """Samples are saved as `folder`/step-<n>-<index of the prompt>.png."""
+    """Samples are saved as `folder`/step-<n>-<index of the prompt>.png, clips as .webp and .mp4."""
     first: int
     """Step at which the run starts."""
     last: int
@@ -106,9 +116,10 @@ class SampleWriter:
     def on_start(self, states: States) -> None:
         """Draw the first set, and whatever is missing of the sets that are due, as after a kill. Warn of sets
         that cannot be drawn because their training states are gone."""
-        indices, existing, lost = range(len(self.settings.prompts)), set(self.folder.glob("*.png")), []
+        indices, existing, lost = range(len(self.settings.prompts)), set(self.folder.glob("step-*")), []
         for step in self.steps_due(max(states)):
-            if missing := [index for index in indices if self.path(step, index) not in existing]:
+            paths = [{self.path(step, index, kind) for kind in KINDS} for index in indices]
+            if missing := [index for index in indices if not paths[index] & existing]:
                 try:
                     state = states[step]()
                 except (KeyError, ValueError):
@@ -136,8 +147,8 @@ class SampleWriter:
         begin = [self.first] if self.settings.before_training else []
         return [*begin, *range((self.first // every + 1) * every, reached + 1, every)]
 
-    def path(self, step: int, index: int) -> Path:
-        return self.folder / f"step-{step:08d}-{index}.png"
+    def path(self, step: int, index: int, kind: str) -> Path:
+        return self.folder / f"step-{step:08d}-{index}{kind}"
 
     def draw(self, state: TrainState, indices: Sequence[int]) -> None:
         """Draw, save and show these prompts with the LoRA of `state`. A failure costs a warning."""
@@ -149,11 +160,14 @@ class SampleWriter:
         bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
         try:
             drawn = draw_samples(settings, self.model, state, self.family, self.trigger)
-            for index, image in zip(indices, drawn, strict=True):
-                if image is not None:
+            for index, frames in zip(indices, drawn, strict=True):
+                if frames is not None:
                     texts = {**self.metadata, "graft_prompt": self.settings.prompts[index]}
-                    save_png(image, self.path(state.step, index), texts)
-                    preview = ("JPEG", image, PREVIEW_SIDE)
+                    if len(frames) > 1:
+                        save_clip(frames, self.settings.fps, self.path(state.step, index, CLIP), texts)
+                    else:
+                        save_png(frames[0], self.path(state.step, index, IMAGE), texts)
+                    preview = ("JPEG", frames[len(frames) // 2], PREVIEW_SIDE)
                     bar.update_absolute(state.step - self.first, self.last - self.first, preview)
         except interrupted:
             raise
@@ -169,8 +183,10 @@ def draw_samples(
     trigger: str = "",
     *,
     strength: float = 1.0,
-) -> Iterator[Image.Image | None]:
-    """Yield one image per prompt, drawn with the LoRA of `state`; None if memory runs out."""
+) -> Iterator[Sequence[Image.Image] | None]:
+    """Yield one image or the frames of a clip per prompt, drawn with the LoRA of `state`; None if memory runs
+    out.
+    """
     settings = settings.of(family)
     patched, clip = with_lora(model, settings.clip, state, family, strength)
     seed = settings.seed + (state.step if settings.walk_seed else 0)
@@ -181,7 +197,7 @@ def draw_samples(
 
 def _draw_prompt(
     settings: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, step: int
-) -> Image.Image | None:
+) -> Sequence[Image.Image] | None:
     """Draw one prompt; at half the size if memory runs out, None if it runs out again."""
     for divisor in (1, 2):
         width, height = (
@@ -200,14 +216,15 @@ def _draw_prompt(
 
 def _sample(
     settings: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, width: int, height: int
-) -> Image.Image:
+) -> Sequence[Image.Image]:
     def on_step(*_: Any) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     positive, negative = (_conditioning(settings, clip, text) for text in (prompt, settings.negative))
     reduction = int(settings.vae.spacial_compression_encode())
     channels = model.get_model_object("latent_format").latent_channels
-    latent = torch.zeros(1, channels, height // reduction, width // reduction)
+    frames = [settings.vae.downscale_ratio[0](settings.frames)] if settings.draws_clips else []
+    latent = torch.zeros(1, channels, *frames, height // reduction, width // reduction)
     latent = comfy.sample.fix_empty_latent_channels(model, latent)
     samples = comfy.sample.sample(
         model,
@@ -224,8 +241,9 @@ def _sample(
         seed=seed,
     )
     pixels = settings.vae.decode(samples)  # in tiles if the whole does not fit
-    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0]
-    return Image.fromarray((pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy())
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])[: None if settings.draws_clips else 1]
+    colors = (pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy()
+    return [Image.fromarray(frame) for frame in colors]
 
 
 def _conditioning(settings: SamplePrompts, clip: Any, text: str) -> Any:
