@@ -14,19 +14,19 @@ from .widgets import in_order, read, widgets
 ORDER = (
     "captions_from", "prefix", "suffix", "shuffle_tags", "keep_tags", "tag_dropout", "remove_tags", "crop",
     "square", "upscale", "min_side", "max_side", "brightness", "contrast", "saturation", "hue", "masks",
-    "outside_mask", "weight", "regularisation", "background",
+    "outside_mask", "weight", "regularisation", "background", "fps", "clips", "first_frame",
 )  # fmt: skip
 
 
 class DatasetSettingsNode(Node):
-    """Captions, buckets, crops, colors and masks, beyond what Load Dataset shows."""
+    """Captions, buckets, crops, colors, masks and clips, beyond what Load Dataset shows."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="GraftDatasetSettings",
             display_name="Dataset Settings",
-            description="Captions, image sizes, crops, colors, masks and regularization.",
+            description="Captions, image sizes, crops, colors, masks, clips and regularization.",
             search_aliases=["graft", "tags", "shuffle", "bucket", "mask", "regularization", "regularisation"],
             inputs=in_order(widgets(DatasetConfig), ORDER),
             outputs=[DatasetSettings.Output("dataset_settings")],
