@@ -56,6 +56,8 @@ def config(**widgets):
     names = {"optimizer": ("optimizer", "name"), "schedule": ("schedule", "name")}
     names |= {"ema_decay": ("ema", "decay"), "ema_power": ("ema", "power")}
     lr = 1.0 if widgets.get("optimizer") == "prodigy" else 1e-2
+    if widgets.get("algorithm") in ("oft", "boft"):  # they turn no blocks of one output
+        widgets["rank"] = 6 * widgets.get("rank", 1)
     found = replace(CONFIG, optimizer=OptimizerConfig(lr=lr, betas=betas), schedule=ScheduleConfig())
     for name, value in (BASE | widgets).items():
         kinds = (part for part in PARTS if name in (f.name for f in dataclasses.fields(getattr(found, part))))

@@ -205,5 +205,5 @@ def test_job_files_and_presets_name_an_adapter(made_up_adapter, tmp_path):
 
 
 def test_an_unknown_algorithm_is_refused_with_all_that_there_are(made_up_adapter):
-    with pytest.raises(ValueError, match="choose one of lora, dora, loha, lokr, gained"):
+    with pytest.raises(ValueError, match="choose one of lora, .*, full, gained"):
         build_adapters(TinyDenoiser().specs, AdapterConfig(algorithm="unknown"))

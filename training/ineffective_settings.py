@@ -70,6 +70,8 @@ INEFFECTIVE = (
     Ineffective(
         ("rank", "alpha", "rslora", "rank_dropout"), {"algorithm": ("lokr",), "full_matrix": (True,)}
     ),
+    Ineffective(("rank", "rank_dropout"), {"algorithm": ("full",)}),
+    Ineffective(("alpha", "rslora"), {"algorithm": ("oft", "boft", "full")}),
 )
 
 

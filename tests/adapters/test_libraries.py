@@ -6,15 +6,21 @@ import math
 
 import pytest
 import torch
-from lycoris.functional import factorization
+from lycoris.functional import boft, diag_oft, factorization, power2factorization
 from lycoris.functional import loha as lycoris_loha
 from lycoris.functional import lokr as lycoris_lokr
+from lycoris.modules.glora import _glora_weight
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from graft.training.adapters.boft import BOFT
 from graft.training.adapters.build import draws
+from graft.training.adapters.glora import GLoRA
 from graft.training.adapters.lokr import LoKr, factorize
+from graft.training.adapters.oft import OFT
+from graft.training.config import AdapterConfig
 from graft.training.files.lora.write import layer_tensors
+from graft.training.frozen_base.frozen_layer import LayerSpec
 
 from ..support.adapter_cases import LAYERS, METHODS, base_weight, case, merged_output, trained_case
 
@@ -40,6 +46,57 @@ def test_lokr_equals_lycoris(method, kind):
     names = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
     theirs = lycoris_lokr.kron_weight(*(w.get(name) for name in names), scale=adapter.scale, backend="torch")
     assert torch.allclose(adapter.delta(), theirs.reshape(adapter.spec.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d", "conv2d-1x1"])
+@pytest.mark.parametrize("method", ["oft", "boft", "glora"])
+def test_a_method_that_multiplies_the_base_equals_lycoris(method, kind):
+    layer, adapter, _ = trained_case(method, kind)
+    weight, (first, *factors) = base_weight(layer), adapter.parameters()
+    if method == "oft":
+        theirs = diag_oft.diff_weight(weight, first, None, constraint=0, backend="torch")
+    elif method == "boft":
+        theirs = boft.diff_weight(weight, first, None, constraint=0, backend="torch")
+    else:
+        theirs = _glora_weight(weight, first, *factors, None, adapter.scale)
+    assert torch.allclose(adapter.delta(weight), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [6, 24, 40, 96, 320, 640, 768, 1152, 1280, 1536, 2432, 3072])
+@pytest.mark.parametrize("rank", [6, 16, 40])
+def test_outputs_are_divided_into_the_blocks_of_lycoris(outputs, rank):
+    size, number = factorization(outputs, rank)
+    if size == 1:  # of one output, which cannot be turned
+        size, number = number, size
+    assert OFT.block_shape(outputs, rank) == (number, size, size)
+    size, number = power2factorization(outputs, rank)
+    if not number:
+        with pytest.raises(
+            ValueError, match=f"boft of rank {rank} cannot divide a layer with {outputs} outputs"
+        ):
+            BOFT.block_shape(outputs, rank)
+    else:
+        assert BOFT.block_shape(outputs, rank) == (int(math.log2(number)) + 1, number, size, size)
+
+
+def test_a_layer_that_no_blocks_divide_is_refused():
+    for method, outputs in ((OFT, 7), (OFT, 1), (BOFT, 7), (BOFT, 1)):
+        with pytest.raises(ValueError, match="exclude that layer, or use LoRA for it"):
+            method.block_shape(outputs, 4)
+
+
+def test_orthogonal_methods_keep_the_angles_between_the_columns_of_the_weight():
+    for method in ("oft", "boft"):
+        layer, adapter, _ = trained_case(method, "linear")
+        weight = base_weight(layer)
+        moved = weight + adapter.delta(weight)
+        assert torch.allclose(moved.T @ moved, weight.T @ weight, atol=1e-5)
+        assert not torch.allclose(moved, weight, atol=0.1)
+
+
+def test_glora_of_a_rank_that_comfyui_takes_for_an_older_layout_is_refused():
+    with pytest.raises(ValueError, match="glora of rank 4 cannot be saved for a layer with 4 inputs"):
+        GLoRA(LayerSpec("linear", (4, 4)), AdapterConfig(algorithm="glora", rank=4))
 
 
 def test_a_tucker_core_of_lycoris_is_read_and_not_trained():

@@ -195,7 +195,7 @@ def test_a_method_that_starts_from_the_base_is_given_it_beside_one_that_does_not
     assert torch.allclose(state.weights["blocks.0.mlp.magnitude"], expected)
 
 
-@pytest.mark.parametrize("name", ["oft", "boft", "full", "ia3", "glora", "slider", "tread", "locon"])
+@pytest.mark.parametrize("name", ["diag-oft", "diff", "ia3", "dylora", "slider", "tread", "locon"])
 def test_methods_of_other_trainers_are_refused_by_name(name):
     with pytest.raises(
         ValueError, match=f"{name!r} is not supported .*; choose one of lora, dora, loha, lokr"

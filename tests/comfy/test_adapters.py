@@ -21,8 +21,9 @@ from graft.tests.support import dynamic_vram
 from graft.tests.support.adapter_cases import LAYERS, METHODS, adapter_config, base_weight, trained_case
 from graft.tests.support.tiny import FAMILY
 from graft.training.adapters.build import attach, build_adapters, initialize, named_parameters
+from graft.training.adapters.oft import OFT
 from graft.training.comfy.model import weights
-from graft.training.files.lora.read import read_lora
+from graft.training.files.lora.read import LoraLayer, read_lora
 from graft.training.files.lora.write import lora_key, lora_tensors
 from graft.training.memory.weight_store import Store
 from graft.training.state import TrainState
@@ -58,7 +59,10 @@ def test_the_stock_loader_gives_the_difference_that_was_trained(method, kind, pr
     delta = adapter.delta(base).detach()
     for strength in (1.0, 0.5):
         found = patched(patches, key, base, strength) - base
-        assert (found - strength * delta).norm() <= 1e-5 * delta.norm()
+        expected = strength * delta
+        if isinstance(adapter, OFT) and strength != 1:  # which ComfyUI applies in its own way, as we merge
+            expected = adapter.change(dict(adapter.named_parameters()), base, strength).detach()
+        assert (found - expected).norm() <= 1e-5 * delta.norm()
 
 
 def saved_case(method, kind):
@@ -73,7 +77,9 @@ def saved_case(method, kind):
 def test_a_weight_merged_by_graft_is_the_one_that_the_stock_loader_patches(method, kind, tmp_path, caplog):
     layer, adapter, tensors = saved_case(method, kind)
     save_file(tensors, tmp_path / "lora.safetensors")
-    [read] = read_lora(tmp_path / "lora.safetensors").layers.values()
+    file = read_lora(tmp_path / "lora.safetensors")
+    whole = [LoraLayer(name, tensors) for name, tensors in file.whole.items()]
+    [read] = [*file.layers.values(), *whole]
     base, key = base_weight(layer), "diffusion_model.net.layer.weight"
     patches = stock(tensors, {"diffusion_model.net.layer": key}, caplog)
     delta = adapter.delta(base).detach().norm()
@@ -152,9 +158,11 @@ MODULES = {
 """ComfyUI's own classes: linear and conv2d, conv2d with strides, conv1d with groups, token embedding."""
 
 
-@pytest.mark.parametrize("method", ["lora", "lora-tucker", "pissa", "dora", "loha", "lokr", "lokr-full"])
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("lora-rs", "lora-gaussian")])
 @pytest.mark.parametrize("name", MODULES)
 def test_comfyui_modules_compute_the_same_attached_and_patched_by_the_stock_loader(name, method, caplog):
+    if (name, method) == ("clip", "boft"):
+        pytest.skip("49,408 = 2^8 * 193 outputs: their smallest blocks are of 386")
     make, compute = MODULES[name]
     torch.manual_seed(0)
     network = make()

@@ -320,7 +320,7 @@ def test_what_comfyui_applies_and_graft_does_not_train_is_merged_into_a_model(ba
     stock = comfy.sd.load_lora_for_models(model, None, tensors, 1.0, 1.0)[0]
     assert same(loaded(patched), loaded(stock)) and not same(loaded(patched), loaded(model))
     shown = lora_files.inspect_lora("mixed.safetensors")
-    assert "OFT (1)" in shown and "whole difference (1)" in shown
+    assert "oft (1)" in shown and "whole difference (1)" in shown
 
 
 def test_names_that_load_lora_does_not_read_are_written_and_found_apart(execute, base):

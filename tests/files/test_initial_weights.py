@@ -349,14 +349,15 @@ def test_layers_of_other_methods_are_listed_with_the_method_and_the_rest_starts(
     denoiser, state = trained("lora")
     path = tmp_path / "start.safetensors"
     tensors = {k: t for k, t in lora_tensors(state, FAMILY).items() if "blocks_0_mlp" not in k}
-    oft = {"lora_unet_blocks_0_mlp.oft_blocks": torch.zeros(8, 4, 4)}
+    factors = {"oft_blocks": torch.zeros(8, 4, 4), "rescale": torch.ones(1)}
+    oft = {f"lora_unet_blocks_0_mlp.{suffix}": tensor for suffix, tensor in factors.items()}
     save_file({**tensors, **oft}, path)
     with caplog.at_level(logging.WARNING):
         weights = build_initial_weights(found_in(path), denoiser.specs, FAMILY, state.adapter)
-    assert "1 keys are OFT, which Graft does not train" in caplog.text
+    assert "2 keys are OFT with rescale, which Graft does not train" in caplog.text
     assert "lora_unet_blocks_0_mlp.oft_blocks" in caplog.text and "blocks.1.mlp.up" in weights
     save_file(oft, path)
-    with pytest.raises(ValueError, match="nothing in it can be trained: it holds OFT. Choose a file of lora"):
+    with pytest.raises(ValueError, match="it holds OFT with rescale. Choose a file of lora"):
         found_in(path)
 
 

@@ -116,15 +116,26 @@ def test_a_file_that_does_not_hold_together_is_refused(tmp_path, name):
         read_lora(written(tmp_path, tensors))
 
 
+GLORA = {"a1": (8, 2), "a2": (2, 8), "b1": (6, 2), "b2": (2, 8)}
 LOHA = {f"{NAME}.hada_w{i}_{s}": t for i in "12" for s, t in (("a", B), ("b", A))}
 METHODS = {
     "dora": kohya(**{f"{NAME}.dora_scale": torch.ones(1, 8)}),
     "dora over outputs": kohya(**{f"{NAME}.dora_scale": torch.ones(6, 1)}),
     "loha with dora_scale": {**LOHA, f"{NAME}.dora_scale": torch.ones(1, 8)},
     "DoRA over outputs (PEFT)": kohya(**{f"{NAME}.lora_magnitude_vector": torch.ones(6)}),
-    "OFT": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3), f"{NAME}.alpha": torch.tensor(1.0)},
-    "BOFT": {f"{NAME}.oft_blocks": torch.zeros(2, 1, 2, 2), f"{NAME}.rescale": torch.ones(6, 1)},
-    "GLoRA": {f"{NAME}.{x}{i}.weight": torch.ones(2, 2) for x in "ab" for i in "12"},
+    "oft": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3)},
+    "boft": {f"{NAME}.oft_blocks": torch.zeros(2, 2, 2, 2), f"{NAME}.alpha": torch.tensor(0.0)},
+    "BOFT without alpha": {f"{NAME}.oft_blocks": torch.zeros(2, 2, 2, 2)},
+    "OFT with a constraint": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3), f"{NAME}.alpha": torch.tensor(1.0)},
+    "OFT with rescale": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3), f"{NAME}.rescale": torch.ones(6, 1)},
+    "BOFT with rescale": {f"{NAME}.oft_blocks": torch.zeros(2, 2, 2, 2), f"{NAME}.rescale": torch.ones(4, 1)},
+    "glora": {f"{NAME}.{x}.weight": torch.ones(s) for x, s in GLORA.items()},
+    "GLoRA in the layout of an older LyCORIS": {
+        f"{NAME}.{x}.weight": torch.ones(s)
+        for x, s in {"a1": (2, 8), "a2": (8, 2), "b1": (2, 8), "b2": (8, 2)}.items()
+    },
+    "GLoRA with dora_scale": {f"{NAME}.{x}.weight": torch.ones(s) for x, s in GLORA.items()}
+    | {f"{NAME}.dora_scale": torch.ones(1, 8)},
     "whole difference": {f"{NAME}.diff": torch.ones(6, 8), f"{NAME}.diff_b": torch.ones(6)},
 }
 

@@ -183,7 +183,7 @@ REFUSED = {
     "meta.flux_sigma_min": 0.01,
     "meta.flux_sigma_max": 50,
     "meta.flux_ckpt_dir": "x",
-    "network.type": "oft",
+    "network.type": "ia3",
     "logging.use_wandb": True,
     "network.transformer_only": False,
     "network.conv_alpha": 3,
@@ -904,3 +904,9 @@ def test_a_path_that_no_system_takes_is_refused_by_the_files_name(tmp_path):
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     with pytest.raises(ValueError, match=r"^job\.yaml: .*name too long"):
         read_job(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("name", ["oft", "boft", "glora", "full", "diag-oft"])
+def test_methods_beside_lora_have_their_names(name, tmp_path):
+    job = compile_job(document("network.type", name), tmp_path)
+    assert setting(job, "lora.algorithm") == name.removeprefix("diag-")

@@ -32,6 +32,10 @@ METHODS = {
     "lokr-factor": {"algorithm": "lokr", "rank": 1, "alpha": 0.5, "factor": 2},
     "lokr-both": {"algorithm": "lokr", "rank": 1, "alpha": 0.5, "decompose_both": True, "factor": 4},
     "lokr-full": {"algorithm": "lokr", "full_matrix": True},
+    "oft": {"algorithm": "oft"},
+    "boft": {"algorithm": "boft", "rank": 6},
+    "glora": {"algorithm": "glora"},
+    "full": {"algorithm": "full"},
 }
 """Name -> what differs from rank 3, alpha 1.5 (never equal, so that a lost alpha shows)."""
 
@@ -64,12 +68,13 @@ def frozen_layer(module: nn.Module, name: str = "net.layer") -> FrozenLayer:
 
 def spec_of(module: nn.Module) -> LayerSpec:
     shape = tuple(module.weight.shape)
+    has_bias = getattr(module, "bias", None) is not None
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         options = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
-        return LayerSpec(f"conv{len(shape) - 2}d", shape, options)
+        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, has_bias=has_bias)
     if isinstance(module, nn.Embedding):
         return LayerSpec("embedding", shape, {"padding_idx": None})
-    return LayerSpec("linear", shape)
+    return LayerSpec("linear", shape, has_bias=has_bias)
 
 
 def case(method: str, layer: str, **changes) -> tuple[FrozenLayer, Adapter, Tensor]:
@@ -98,9 +103,11 @@ def base_weight(layer: FrozenLayer) -> Tensor:
 
 
 def merged_output(layer: FrozenLayer, adapter: Adapter, x: Tensor) -> Tensor:
-    """The layer's own output had its weight been base + delta."""
+    """The layer's own output had its weight been base + delta, and its bias as well."""
     base = base_weight(layer)
     bias = getattr(layer.module, "bias", None)
+    if getattr(adapter, "bias", None) is not None:
+        bias = bias + adapter.bias
     return layer.kind.apply(x, base + adapter.delta(base), bias, **layer.spec.options)
 
 

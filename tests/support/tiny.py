@@ -193,9 +193,11 @@ class TinySamples:
 
 def _spec(module: nn.Module) -> LayerSpec | None:
     shape = tuple(module.weight.shape) if isinstance(getattr(module, "weight", None), Tensor) else ()
+    has_bias = getattr(module, "bias", None) is not None
     if isinstance(module, nn.Linear):
-        return LayerSpec("linear", shape)
+        return LayerSpec("linear", shape, has_bias=has_bias)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         options = {k: getattr(module, k) for k in ("stride", "padding", "dilation", "groups")}
-        return LayerSpec("conv1d" if isinstance(module, nn.Conv1d) else "conv2d", shape, options)
+        kind = "conv1d" if isinstance(module, nn.Conv1d) else "conv2d"
+        return LayerSpec(kind, shape, options, has_bias=has_bias)
     return LayerSpec("embedding", shape, {"padding_idx": None}) if isinstance(module, nn.Embedding) else None

@@ -8,7 +8,7 @@ A new method is a file with its class and a row in `build.ADAPTERS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import ClassVar
@@ -51,6 +51,10 @@ class Adapter(nn.Module):
     """Whether its files are plain LoRA, two factors and alpha, which every program reads."""
     ranks_in_file: ClassVar[int] = 1
     """Rank of its files over the rank of the settings."""
+    has_alpha: ClassVar[bool] = True
+    """Whether alpha / rank is its strength; without, the strength is 1 and its files have no such alpha."""
+    multiplies_base: ClassVar[bool] = False
+    """Whether the difference is a function of the base weight: see `multiplied.Multiplied`."""
     network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {}
     """Other values of `network.type` in job files -> the switches that they set."""
     lycoris_names: ClassVar[tuple[str, ...]] = ()
@@ -60,7 +64,12 @@ class Adapter(nn.Module):
         super().__init__()
         self.spec = spec
         self.config = config
-        self.scale = self.effective_alpha(config) / config.rank
+        self.scale = self.effective_alpha(config) / config.rank if self.has_alpha else 1.0
+        if config.tucker and not self.cores:
+            raise UserError(
+                f"tucker is for LoRA and LoHa: ComfyUI applies no {config.algorithm} file with a Tucker "
+                "core; turn it off."
+            )
 
     @classmethod
     def effective_alpha(cls, config: AdapterConfig) -> float:
@@ -124,10 +133,7 @@ class Adapter(nn.Module):
         def apply(x: Tensor, *parameters: Tensor) -> Tensor:
             return layer.apply_weight(x, self.product(mask).to(dtype_for(x, parameters[0].dtype)))
 
-        if not torch.is_grad_enabled():
-            return apply(x, *self.parameters())
-        y: Tensor = checkpoint(apply, x, *self.parameters(), use_reentrant=False, preserve_rng_state=False)
-        return y
+        return compute_without_saving(apply, x, *self.parameters())
 
     @classmethod
     def file_tensors(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +144,31 @@ class Adapter(nn.Module):
     def from_file_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters in `tensors` by name, in shapes that `compose` takes; others are left out."""
         return {name: tensors[suffix] for name, suffix in cls.suffixes.items() if suffix in tensors}
+
+    @classmethod
+    def shape_in(cls, weights: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (outputs, everything else) of the weight that a file's parameters are for.
+
+        Raises KeyError for a parameter that is missing, RuntimeError, IndexError or ValueError where they do
+        not fit each other.
+        """
+        rows, columns = cls.compose(weights).flatten(1).shape
+        return rows, columns
+
+    @classmethod
+    def other_form(cls, tensors: Mapping[str, Tensor]) -> str:
+        """Return its name if `tensors`, by suffix, are a form of it that Graft does not compute; else ""."""
+        return ""
+
+    @classmethod
+    def is_in(cls, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether `tensors` are of this method, where another has the same suffixes."""
+        return True
+
+    @classmethod
+    def strength_factors(cls, names: Collection[str]) -> set[str]:
+        """Return those of a file's parameters that take the ratio of two strengths: one of each product."""
+        return set([name for name in cls.padded_with_zeros if name in names][:1])
 
     @classmethod
     def settings_of(
@@ -155,6 +186,14 @@ class Adapter(nn.Module):
 
         `present` are the names of the parameters that the file has, already set.
         """
+
+
+def compute_without_saving(apply: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `apply(*inputs)`, computed again in the backward pass instead of saving what it needs."""
+    if not torch.is_grad_enabled():
+        return apply(*inputs)
+    y: Tensor = checkpoint(apply, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return y
 
 
 RSLORA_ALPHA = 4.0

@@ -13,24 +13,35 @@ from ..family import is_text
 from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ..user_error import UserError
 from .base import Adapter, attach
+from .boft import BOFT
 from .dora import DoRA
 from .dropout import draws
+from .full import Full
+from .glora import GLoRA
 from .loha import LoHa
 from .lokr import LoKr
 from .lora import LoRA
+from .oft import OFT
 from .pissa import PiSSA
 from .select import first_match, for_layer, ineffective_patterns, matches, select
 
-ADAPTERS: Mapping[str, type[Adapter]] = {"lora": LoRA, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
+ADAPTERS: Mapping[str, type[Adapter]] = {
+    "lora": LoRA,
+    "dora": DoRA,
+    "loha": LoHa,
+    "lokr": LoKr,
+    "oft": OFT,
+    "boft": BOFT,
+    "glora": GLoRA,
+    "full": Full,
+}
 """By `AdapterConfig.algorithm`."""
 
 NOT_SUPPORTED: Mapping[str, str] = {
     "locon": "it is LoRA on convolutions: choose lora and the targets 'all'",
-    **dict.fromkeys(
-        ("oft", "boft", "diag-oft"), "orthogonal fine-tuning multiplies weights instead of adding to them"
-    ),
-    **dict.fromkeys(("full", "diff", "full-diff"), "a full difference is as large as the base"),
-    **dict.fromkeys(("ia3", "glora", "dylora", "tlora"), "its files do not load everywhere"),
+    "diag-oft": "it is oft here",
+    **dict.fromkeys(("diff", "full-diff"), "it is full here"),
+    **dict.fromkeys(("ia3", "dylora", "tlora"), "its files do not load everywhere"),
     **dict.fromkeys(("slider", "concept-slider", "leco"), "concept sliders have an objective of their own"),
     **dict.fromkeys(("tread", "token-routing"), "token routing changes the network that is trained"),
 }

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..config import AdapterConfig
 from ..frozen_base.frozen_layer import LayerSpec
-from ..user_error import UserError
 from .base import Adapter
 from .lora import masked
 from .select import for_layer
@@ -36,10 +35,6 @@ class LoKr(Adapter):
 
     def __init__(self, spec: LayerSpec, config: AdapterConfig) -> None:
         super().__init__(spec, config)
-        if config.tucker:
-            raise UserError(
-                "tucker is for LoRA and LoHa: ComfyUI fails to apply a LoKr file with a Tucker core."
-            )
         out1, out2 = factorize(spec.shape[0], config.factor)
         in1, in2 = factorize(spec.shape[1], config.factor)
         kernel, rank = spec.shape[2:], config.rank

@@ -38,6 +38,7 @@ class LayerSpec:
     """Convolutions: stride, padding, dilation, groups. Embeddings: padding_idx."""
     quantized_bytes: int | None = None
     """Bytes of the weight where its file has quantized it; None for ordinary numbers."""
+    has_bias: bool = False
 
     @property
     def numel(self) -> int:
@@ -60,6 +61,12 @@ class LayerKind:
     """scale_columns(f, x, change, **options) -> f(x) with every weight in f multiplied by 1 + change along
     its axis 1; f is linear in the weight, change is (weight.shape[1],). It takes the change and not the
     factor, as bf16 rounds factors near 1 to steps of 0.4 to 0.8 %."""
+    mix_columns: Callable[..., Tensor]
+    """mix_columns(f, x, source, left, right, **options) -> f(x) with every weight in f multiplied by
+    1 + left @ right along its axis 1, without forming that product; left is (weight.shape[1], rank), right
+    (rank, weight.shape[1]). What is added is computed from `source`: x, or x after dropout."""
+    output_axis: int | None
+    """Axis of y that axis 0 of the weight becomes; None where it becomes none."""
 
 
 class FrozenLayer:
@@ -97,9 +104,14 @@ class FrozenLayer:
             return self.compute_once(lambda: self.compute(x))
         return _Frozen.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute this kind of layer with another weight and no bias; differentiable in both arguments."""
-        return self.kind.apply(x, weight, None, **self.spec.options)
+    @property
+    def output_axis(self) -> int | None:
+        """Axis of the output along which a matrix times the weight is that matrix times the output."""
+        return self.kind.output_axis if self.spec.options.get("groups", 1) == 1 else None
+
+    def apply_weight(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute this kind of layer with another weight and bias; differentiable in all of them."""
+        return self.kind.apply(x, weight, bias, **self.spec.options)
 
     def apply_low_rank(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
         """Compute `apply_weight(x, up @ down)` without forming the product; differentiable in all three."""
@@ -108,6 +120,13 @@ class FrozenLayer:
     def scale_columns(self, compute: Callable[[Tensor], Tensor], x: Tensor, change: Tensor) -> Tensor:
         """Compute `compute(x)` as if axis 1 of its weights were multiplied by 1 + change; a bias is not."""
         return self.kind.scale_columns(compute, x, change, **self.spec.options)
+
+    def mix_columns(
+        self, compute: Callable[[Tensor], Tensor], x: Tensor, source: Tensor, left: Tensor, right: Tensor
+    ) -> Tensor:
+        """Compute `compute(x)` as if its weights were multiplied by 1 + left @ right along axis 1; a bias is
+        not. What that adds is computed from `source`."""
+        return self.kind.mix_columns(compute, x, source, left, right, **self.spec.options)
 
     def compute_once(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return the result of `compute`, this layer's output, or the one saved in the block's first pass."""
@@ -178,7 +197,22 @@ def _conv(apply: Callable[..., Tensor], transposed: Callable[..., Tensor], spati
     ) -> Tensor:
         return f(x.addcmul(x, change.repeat(groups).reshape(-1, *(1,) * spatial)))
 
-    return LayerKind(apply, low_rank, input_gradient, scale_columns)
+    def mix_columns(
+        f: Callable[[Tensor], Tensor],
+        x: Tensor,
+        source: Tensor,
+        left: Tensor,
+        right: Tensor,
+        *,
+        groups: int,
+        **_: Any,
+    ) -> Tensor:
+        thin = torch.einsum(
+            "n g i ..., r i -> n g r ...", source.reshape(len(source), groups, -1, *source.shape[2:]), right
+        )
+        return f(x + torch.einsum("n g r ..., i r -> n g i ...", thin, left).flatten(1, 2))
+
+    return LayerKind(apply, low_rank, input_gradient, scale_columns, mix_columns, 1)
 
 
 def _embedding(ids: Tensor, weight: Tensor, bias: None, *, padding_idx: int | None = None) -> Tensor:
@@ -189,13 +223,31 @@ def _embedding_low_rank(ids: Tensor, down: Tensor, up: Tensor, *, padding_idx: i
     return F.embedding(ids, up, padding_idx) @ down
 
 
+def _mix_embedding(
+    f: Callable[[Tensor], Tensor], ids: Tensor, source: Tensor, left: Tensor, right: Tensor, **_: Any
+) -> Tensor:
+    y = f(ids)
+    dtype = torch.promote_types(y.dtype, left.dtype)
+    return y + y.to(dtype) @ left.to(dtype) @ right.to(dtype)
+
+
 LAYER_KINDS: Mapping[str, LayerKind] = {
     "linear": LayerKind(
-        F.linear, _linear_low_rank, _linear_input_gradient, lambda f, x, change: f(x.addcmul(x, change))
+        F.linear,
+        _linear_low_rank,
+        _linear_input_gradient,
+        lambda f, x, change: f(x.addcmul(x, change)),
+        lambda f, x, source, left, right: f(x + F.linear(F.linear(source, right), left)),
+        -1,
     ),
     "conv1d": _conv(F.conv1d, nn.grad.conv1d_input, 1),
     "conv2d": _conv(F.conv2d, nn.grad.conv2d_input, 2),
     "embedding": LayerKind(
-        _embedding, _embedding_low_rank, None, lambda f, ids, change, **_: (y := f(ids)).addcmul(y, change)
+        _embedding,
+        _embedding_low_rank,
+        None,
+        lambda f, ids, change, **_: (y := f(ids)).addcmul(y, change),
+        _mix_embedding,
+        None,
     ),
 }

@@ -121,7 +121,7 @@ def match_weights(file: LoraFile, shapes: Shapes) -> Matched:
     matched = match_lora(file, weight_names(shapes), outputs, "the base")
     for key, layer in matched.layers.items():
         rows, columns, shape = shapes[key][0], math.prod(shapes[key][1:]), layer.shape
-        if shape != (rows, columns):
+        if not layer.is_for(rows, columns):
             raise UserError(
                 f"{file.name}: {layer.name}: made for {shape[0]} outputs of {shape[1]} weights, but {key} "
                 f"has {rows} of {columns}; choose the base that the file was trained on."

@@ -210,7 +210,7 @@ def _spell_layer(
     """
     tensors = dict(layer.tensors)
     if layout == "kohya":
-        if ALPHA not in tensors and layer.rank is not None:
+        if ALPHA not in tensors and layer.method.has_alpha and layer.rank is not None:
             tensors[ALPHA] = torch.tensor(float(layer.rank))
     elif is_plain(tensors):
         parts = [Part(name)]
@@ -219,7 +219,8 @@ def _spell_layer(
             return peft_tensors(tensors, parts, COMFY)
         return peft_tensors(tensors, parts, "")
     elif layout != "native":
-        instead = "" if layer.magnitude is not None else ", or make a LoRA of it with resize"
+        stays = layer.magnitude is not None or layer.method.multiplies_base
+        instead = "" if stays else ", or make a LoRA of it with resize"
         raise UserError(
             f"{layer.name}: {layout} has no place for {layer.title} in this form; keep kohya or "
             f"native{instead}."

@@ -26,7 +26,7 @@ class Report:
     parameters: int
     norms: dict[str, float]
     """Block -> Frobenius norm of what the LoRA adds to it at strength 1, without what depends on the base:
-    DoRA's magnitudes, OFT and GLoRA."""
+    DoRA's magnitudes, OFT, BOFT and GLoRA."""
     other: list[str]
     """Keys that belong to no method."""
     base: str
@@ -39,7 +39,8 @@ def inspect(file: LoraFile) -> Report:
     layers = file.layers.values()
     squares: defaultdict[str, float] = defaultdict(float)
     for name, layer in file.layers.items():
-        squares[block_of(name)] += layer.square()
+        if not layer.method.multiplies_base:
+            squares[block_of(name)] += layer.square()
     for name, whole in file.whole.items():
         squares[block_of(name)] += sum(
             float(t.double().square().sum()) for s, t in whole.items() if s != "alpha"
@@ -86,7 +87,7 @@ def _has_sign(family: Family, name: str) -> bool:
 
 def _family_names(families: list[Family], layer: LoraLayer | None) -> str:
     """Return "A", "A or B" or "A or a relative of it", narrowed down by a layer that takes in the text."""
-    width = layer.shape[1] if layer else 0
+    width = layer.shape[1] if layer and not layer.method.multiplies_base else 0
     fitting = [family for family in families if family.caption and family.caption.width == width]
     first, *others = [family.name for family in fitting or families]
     return " or ".join([first, *others] if len(others) < 2 else [first, "a relative of it"])

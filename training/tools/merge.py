@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.dora import apply_magnitude
+from ..adapters.multiplied import Multiplied
 from ..files.input_file import parse_json
 from ..files.lora.match import IGNORED, NO_LAYER, Matched, WholeLayer
 from ..files.lora.names import Shapes
@@ -191,6 +192,9 @@ def merge_weight(weight: Tensor, layer: LoraLayer, strength: float = 1.0, name: 
     Raises UserError for an 8-bit weight, whose rounding would lose a small difference.
     """
     base = _precise(weight, name)
+    if issubclass(layer.method, Multiplied):
+        parameters = {name: tensor.float() for name, tensor in layer.weights.items()}
+        return (base + layer.scale * layer.method.change(parameters, base, strength)).to(weight.dtype)
     moved = base + layer.product().reshape(weight.shape)
     if layer.magnitude is not None:
         moved = apply_magnitude(moved, base, layer.magnitude, over_outputs=layer.over_outputs)
@@ -219,7 +223,10 @@ def _require_computable(file: LoraFile, matched: Matched) -> None:
 
 
 def _share_line(file: LoraFile, left_out: Mapping[str, str]) -> list[str]:
-    """Return a line with the share of the difference, by norm, that was left out; none where it is 0."""
+    """Return a line with the share of the difference, by norm, that was left out; none where it is 0, or
+    unknown because a method multiplies the base."""
+    if any(layer.method.multiplies_base for layer in file.layers.values()):
+        return []
     squares = {name: layer.square() for name, layer in file.layers.items()}
     lost = [
         n for n, layer in file.layers.items() if left_out.get(f"{n}.{next(iter(layer.tensors))}") == NO_LAYER
@@ -282,7 +289,12 @@ def digest(file: LoraFile) -> str:
 
 def digest_of_layers(file: LoraFile) -> str:
     """Return 16 hex digits of the tensors that training can start from."""
-    return _hash_layers(file).hexdigest()
+    hasher = _hash_layers(file)
+    for name, tensors in sorted(file.whole.items()):
+        if "diff" in tensors and tensors["diff"].ndim >= 2:
+            for suffix, tensor in sorted(tensors.items()):
+                _add(hasher, f"{name}.{suffix}", tensor)
+    return hasher.hexdigest()
 
 
 def _hash_layers(file: LoraFile) -> hashlib.blake2b:

@@ -1,6 +1,7 @@
 """Resize a LoRA: the best approximation of each layer at a lower rank, or at the rank that keeps a share.
 
-Other methods and whole differences become LoRA; DoRA's magnitudes and tensors without a rank stay.
+Other methods and whole differences become LoRA; DoRA's magnitudes, tensors without a rank and methods that
+multiply the base's weights (OFT, BOFT, GLoRA) stay.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ def resize(
     A layer whose rank is small enough keeps it. Raises UserError for an impossible size.
     """
     check_size(rank, energy)
-    if not file.layers and not any(_is_matrix(whole) for whole in file.whole.values()):
+    layers = {n: layer for n, layer in file.layers.items() if not layer.method.multiplies_base}
+    if not layers and not any(_is_matrix(whole) for whole in file.whole.values()):
         methods = ", ".join(sorted(set(file.methods.values())))
-        raise UserError(f"{file.name}: nothing in it has a rank to lower; it holds {methods}.")
+        raise UserError(
+            f"{file.name}: nothing in it has a rank to lower; it holds {methods}. Merge it into its base, "
+            "and extract a LoRA from the two."
+        )
     tensors = without_rank(file)
-    for name, layer in file.layers.items():
+    for name, layer in layers.items():
         try:
             up, down = _resize_layer(layer, rank, energy)
         except UserError as error:
@@ -54,8 +59,12 @@ def resize(
 
 
 def without_rank(file: LoraFile) -> dict[str, Tensor]:
-    """Return the tensors that resizing leaves alone: biases, norms, methods that Graft does not compute."""
+    """Return the tensors that resizing leaves alone: biases, norms, methods that Graft does not compute or
+    that multiply the base."""
     tensors = dict(file.other)
+    for name, layer in file.layers.items():
+        if layer.method.multiplies_base:
+            tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
     for other in file.others.values():
         tensors |= other.tensors
     for name, whole in file.whole.items():

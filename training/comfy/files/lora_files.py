@@ -164,7 +164,8 @@ def _require_shapes(file: LoraFile, names: Mapping[str, Any], weights: Mapping[s
         shapes = [tuple(whole[s].shape) for s in ("diff", "w_norm", "set_weight") if s in whole]
         expected = shape
         if name in file.layers:
-            shapes, expected = [file.layers[name].shape], (shape[0], math.prod(shape[1:]))
+            expected = shape[0], math.prod(shape[1:])
+            shapes = [] if file.layers[name].is_for(*expected) else [file.layers[name].shape]
         if shapes and shapes[0] != expected:
             raise UserError(
                 f"{file.name}: {name}: made for a weight of shape {shapes[0]}, but {key} has {expected}; "

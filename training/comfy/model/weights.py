@@ -154,16 +154,16 @@ def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
         return None
     shape = tuple(weight.shape)
     quantized = None if is_patched else _quantized_bytes(weight)
+    has_bias = getattr(module, "bias", None) is not None
     if hasattr(module, "in_features") and hasattr(module, "out_features") and len(shape) == 2:
         sides: Any = module  # quantized weights may have another shape
-        return LayerSpec(
-            "linear", (int(sides.out_features), int(sides.in_features)), quantized_bytes=quantized
-        )
+        sizes = int(sides.out_features), int(sides.in_features)
+        return LayerSpec("linear", sizes, quantized_bytes=quantized, has_bias=has_bias)
     if hasattr(module, "kernel_size") and not getattr(module, "transposed", False) and len(shape) in (3, 4):
         if getattr(module, "padding_mode", "zeros") != "zeros":
             return None
         options = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
-        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, quantized)
+        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, quantized, has_bias)
     if hasattr(module, "num_embeddings") and len(shape) == 2:
         return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx}, quantized)
     return None

@@ -24,6 +24,7 @@ from .. import paths
 from ..model.denoiser import ComfyDenoiser
 from . import workers
 from .chart_run import added_inputs
+from .loader_faults import require_applied
 from .notes import family_in, model_file, run_notes
 from .samples import SamplePrompts, SampleWriter
 from .session import Show, show_run
@@ -107,6 +108,7 @@ class GraphRun:
 
         Raises as `run.execute` and `workers.train` do.
         """
+        require_applied(self.config.adapter)
         workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
             return Checkpoints(Run(self.folder)).find_result(self.start, self.last, self.config)

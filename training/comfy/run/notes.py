@@ -13,6 +13,7 @@ from ...ineffective_settings import ineffective_notes, run_settings
 from ...optimizer.build import optimizer_notes
 from ...optimizer.schedule import schedule_notes
 from ..model.denoiser import ComfyDenoiser
+from .loader_faults import loader_notes
 
 MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
 """Widgets in which loaders, ours or others, name the file of a base model."""
@@ -53,6 +54,7 @@ def run_notes(
             f"it tends to draw things twice; set the resolution in Load Dataset to {made_for}."
         )
     notes += ineffective_patterns(denoiser.specs, denoiser.family, config.adapter)
+    notes += loader_notes(config.adapter)
     notes += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
     return notes + ineffective_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
 

@@ -22,7 +22,7 @@ from ...family import Family
 from ...frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ...log import log
 from ...user_error import UserError
-from .match import Matched, by_reason, match_lora
+from .match import Matched, WholeLayer, by_reason, match_lora
 from .names import layer_names
 from .read import LoraFile, LoraLayer
 
@@ -76,7 +76,10 @@ def config_from_file(
     layers = matched.layers
     algorithms = {path: layer.algorithm for path, layer in layers.items()}
     ranks = {path: layer.rank or config.rank for path, layer in layers.items()}
-    alphas = {path: float(layer.tensors.get("alpha", ranks[path])) for path, layer in layers.items()}
+    alphas = {
+        path: float(layer.tensors.get("alpha", ranks[path])) if layer.method.has_alpha else 0.0
+        for path, layer in layers.items()
+    }
     algorithm, rank, alpha = (_most(values) for values in (algorithms, ranks, alphas))
     settings = dataclasses.replace(
         config,
@@ -101,8 +104,8 @@ def config_from_file(
 def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family) -> Matched:
     """Find the file's layers in the model, parts of fused layers joined.
 
-    Methods that Graft does not train and differences that are not a product are left out. Raises UserError
-    when nothing is left, or when parts of one layer cannot be joined.
+    Methods that Graft does not train, and whole differences that are not those of a layer and its bias, are
+    left out. Raises UserError when nothing is left, or when parts of one layer cannot be joined.
     """
     names = layer_names({path: spec.shape for path, spec in specs.items()})
     matched = match_lora(file, names, {path: spec.shape[0] for path, spec in specs.items()}, family.name)
@@ -113,6 +116,9 @@ def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family)
         reason = f"are {layer.title}, which Graft does not train"
         left_out |= {f"{layer.name}.{suffix}": reason for suffix in layer.tensors}
     for part in matched.whole:
+        if _is_full(part, specs[part.target.key]) and part.target.key not in matched.layers:
+            layers[part.target.key] = LoraLayer(part.name, part.tensors)
+            continue
         left_out |= {f"{part.name}.{suffix}": "are whole differences, no factors," for suffix in part.tensors}
     for name in matched.others:
         other = file.others[name]
@@ -124,6 +130,15 @@ def match_layers(file: LoraFile, specs: Mapping[str, LayerSpec], family: Family)
             f"{', '.join(ADAPTERS)}."
         )
     return Matched(matched.file, layers, left_out=left_out)
+
+
+def _is_full(part: WholeLayer, spec: LayerSpec) -> bool:
+    """Return whether a whole difference is what the algorithm full trains of a layer."""
+    return (
+        part.tensors.keys() - {"alpha"} == ({"diff", "diff_b"} if spec.has_bias else {"diff"})
+        and not part.target.swapped
+        and tuple(part.tensors["diff"].shape) == spec.shape
+    )
 
 
 def load_layer(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer | None = None) -> None:
@@ -141,15 +156,15 @@ def load_layer(adapter: Adapter, layer: LoraLayer, where: str, base: FrozenLayer
         name: _match_shape(tensor, name, parameters, f"{where}.{name}", adapter, layer)
         for name, tensor in adapter.adapt_factors(layer.weights).items()
     }
-    # One factor takes the ratio of the two strengths, and the rest are copied as they are.
+    # One factor of a product takes the ratio of the two strengths, and the rest are copied as they are.
     ratio = layer.scale / adapter.scale
-    scaled = next((name for name in adapter.padded_with_zeros if name in factors), None)
+    scaled = adapter.strength_factors(factors)
     for name, tensor in factors.items():
         target = parameters[name]
         if target.shape != tensor.shape and name in adapter.padded_with_zeros:
             target.zero_()
         corner = target[tuple(slice(0, side) for side in tensor.shape)]
-        corner.copy_(tensor.float() * ratio if name == scaled and ratio != 1 else tensor)
+        corner.copy_(tensor.float() * ratio if name in scaled and ratio != 1 else tensor)
     adapter.complete(factors, base)
 
 

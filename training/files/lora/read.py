@@ -5,7 +5,7 @@ The names of a file's layers are left as they are here; `match.py` finds the lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,23 +75,33 @@ class LoraLayer:
     @property
     def scale(self) -> float:
         """Scale of the factors' product: alpha / rank, or 1 where the file has no alpha or rank."""
-        alpha = self.tensors.get(ALPHA)
-        return 1.0 if alpha is None or self.rank is None else float(alpha) / self.rank
+        alpha, rank = self.tensors.get(ALPHA), self.rank if self.method.has_alpha else None
+        return 1.0 if alpha is None or rank is None else float(alpha) / rank
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of `product`, which is not computed for it."""
-        factors = {name: tensor.to("meta") for name, tensor in self.weights.items()}
-        rows, columns = self.method.compose(factors).flatten(1).shape
-        return rows, columns
+        """Shape of `product`, which is not computed for it; (outputs, 0) of a method that does not tell."""
+        return self.method.shape_in({name: tensor.to("meta") for name, tensor in self.weights.items()})
+
+    def is_for(self, rows: int, columns: int) -> bool:
+        """Return whether the layer can belong to a weight of this shape, flattened."""
+        return self.shape[0] == rows and self.shape[1] in (0, columns)
 
     def product(self) -> Tensor:
-        """Return the difference to the base weight, (out, everything else) float32, without magnitudes."""
+        """Return the difference to the base weight, (out, everything else) float32, without magnitudes.
+
+        A method that multiplies the base has none of its own: see `merge.merge_weight`.
+        """
         weights = {name: tensor.float() for name, tensor in self.weights.items()}
         return self.scale * self.method.compose(weights).flatten(1)
 
     def square(self) -> float:
-        """Return the squared Frobenius norm of `product`; of two factors from small Gram matrices."""
+        """Return the squared Frobenius norm of `product`; of two factors from small Gram matrices.
+
+        0 for a method that multiplies the base: the norm is the base's too.
+        """
+        if self.method.multiplies_base:
+            return 0.0
         factors = self.two_factors(torch.float64)
         if factors is None:
             return float(self.product().double().square().sum())
@@ -154,7 +164,7 @@ def read_lora(path: Path) -> LoraFile:
         values = {suffix: tensors[key] for suffix, key in keys.items()}
         factors = {suffix: tensor for suffix, tensor in values.items() if suffix not in WHOLE}
         where = f"{path.name}: {name}"
-        if method := _other_method(values):
+        if method := _other_method(values, factors):
             others[name] = OtherLayer(name, method, {key: tensors[key] for key in keys.values()})
             continue
         if len(factors) < len(values):
@@ -198,12 +208,11 @@ def split_key(key: str) -> tuple[str, str]:
     return (key.removesuffix(ending), endings[ending]) if ending else (key, "")
 
 
-def _other_method(values: Mapping[str, Tensor]) -> str:
+def _other_method(values: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> str:
     """Return the name of a method that Graft does not compute, "" for those that it does."""
-    for suffix, tensor in values.items():
-        if suffix in OTHER_METHODS:
-            return "BOFT" if suffix == "oft_blocks" and tensor.ndim == 4 else OTHER_METHODS[suffix]
-    return ""
+    if other := ADAPTERS[_algorithm_of(factors)].other_form(factors):
+        return other
+    return next((OTHER_METHODS[suffix] for suffix in values if suffix in OTHER_METHODS), "")
 
 
 def _require_finite(file: str, tensors: Mapping[str, Tensor]) -> None:
@@ -214,10 +223,15 @@ def _require_finite(file: str, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _algorithm_of(suffixes: Iterable[str]) -> str:
+def _algorithm_of(tensors: Mapping[str, Tensor]) -> str:
     """Return the row of ADAPTERS that has the most of these suffixes, the first of several."""
-    present = set(suffixes)
-    return max(ADAPTERS, key=lambda name: len(present.intersection(ADAPTERS[name].suffixes.values())))
+
+    def count(name: str) -> int:
+        method = ADAPTERS[name]
+        present = len(tensors.keys() & set(method.suffixes.values()))
+        return present if present and method.is_in(tensors) else 0
+
+    return max(ADAPTERS, key=count)
 
 
 def _check_layer(where: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -232,11 +246,8 @@ def _check_layer(where: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = {**tensors, ALPHA: tensors[ALPHA].float().reshape(())}
     try:
         factors_of = {name: tensor.to("meta") for name, tensor in layer.weights.items()}
-        composed = layer.method.compose(factors_of)
-        sound = (
-            composed.ndim >= 2
-            and composed.numel() > 0
-            and all(f.ndim >= 2 and f.numel() for name, f in factors_of.items() if name != "magnitude")
+        sound = layer.method.shape_in(factors_of)[0] > 0 and all(
+            f.ndim >= 2 and f.numel() for name, f in factors_of.items() if name != "magnitude"
         )
     except KeyError as missing:
         suffix = layer.method.suffixes[missing.args[0]]
@@ -282,10 +293,9 @@ WHOLE = ("diff", "diff_b", "w_norm", "b_norm", "set_weight")
 """Suffixes of differences that are not a product: of a weight, its bias, a norm, its bias; a new weight."""
 
 OTHER_METHODS: Mapping[str, str] = {
-    **dict.fromkeys(("oft_blocks", "oft_diag", "rescale"), "OFT"),
+    **dict.fromkeys(("oft_diag", "rescale"), "OFT"),
     **dict.fromkeys(("oft_r", "oft_s", "oft_R.weight"), "OFT (PEFT)"),
     **dict.fromkeys(("boft_R", "boft_s"), "BOFT (PEFT)"),
-    **dict.fromkeys(("a1.weight", "a2.weight", "b1.weight", "b2.weight"), "GLoRA"),
     **dict.fromkeys(
         (
             "lora_magnitude_vector",

@@ -55,9 +55,12 @@ def lora_layers(state: TrainState) -> dict[str, dict[str, Tensor]]:
 def layer_tensors(weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
     """Return one layer's factors and alpha by suffix, for `weights` by parameter name.
 
-    Alpha is always there: without it loaders apply a LoRA at strength 1, whatever was trained.
+    Alpha is there wherever the method has one: without it loaders apply a LoRA at strength 1, whatever was
+    trained.
     """
     method = method_of(config)
+    if not method.has_alpha:
+        return method.file_tensors(weights)
     alpha = method.ranks_in_file * method.effective_alpha(config)
     return {**method.file_tensors(weights), ALPHA: torch.tensor(alpha)}
 
