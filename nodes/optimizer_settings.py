@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..training.config import EmaConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from ..training.optimizer.build import OPTIMIZERS
+from ..training.optimizer.rows import OPTIMIZERS
 from ..training.optimizer.schedule import SCHEDULES
 from .node import Node
 from .sockets import Optimizer, OptimizerSettings, schema
@@ -16,6 +16,7 @@ from .widgets import in_order, read, widget, widgets
 ORDER = (
     "optimizer", "schedule", "warmup_steps", "weight_decay", "max_grad_norm", "gradient_accumulation",
     "floor", "cycles", "power", "ema_decay", "weights", "d_coef", "beta1", "beta2", "eps", "ema_power",
+    "package_class", "arguments",
 )  # fmt: skip
 
 

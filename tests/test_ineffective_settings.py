@@ -20,7 +20,7 @@ from graft.training.config import (
 from graft.training.ineffective_settings import INEFFECTIVE, ineffective_notes, run_settings
 from graft.training.objective.sigmas import RESOLUTION_SHIFTS, SIGMAS
 from graft.training.objective.weighting import LOSSES, WEIGHTINGS
-from graft.training.optimizer.build import OPTIMIZERS
+from graft.training.optimizer.rows import OPTIMIZERS
 from graft.training.optimizer.schedule import SCHEDULES
 
 from .support.tiny import FAMILY
@@ -55,7 +55,7 @@ def config(**widgets):
     betas = (widgets.pop("beta1", 0.9), widgets.pop("beta2", 0.99))
     names = {"optimizer": ("optimizer", "name"), "schedule": ("schedule", "name")}
     names |= {"ema_decay": ("ema", "decay"), "ema_power": ("ema", "power")}
-    lr = 1.0 if widgets.get("optimizer") == "prodigy" else 1e-2
+    lr = 1.0 if widgets.get("optimizer", "").startswith("prodigy") else 1e-2
     if widgets.get("algorithm") in ("oft", "boft"):  # they turn no blocks of one output
         widgets["rank"] = 6 * widgets.get("rank", 1)
     found = replace(CONFIG, optimizer=OptimizerConfig(lr=lr, betas=betas), schedule=ScheduleConfig())

@@ -279,10 +279,28 @@ class OptimizerConfig:
         low=0.01,
         high=100,
     )
+    package_class: str = setting(
+        "",
+        "Optimizer of an installed package, in place of the one above: package.Class, e.g. "
+        "pytorch_optimizer.Adan. It gets the learning rate, and everything else from its arguments.",
+        added=True,
+        advanced=True,
+    )
+    arguments: str = setting(
+        "",
+        'Arguments of that class as JSON, e.g. {"weight_decay": 0.01}.',
+        added=True,
+        advanced=True,
+    )
     # In bf16 each step is computed in float32 and rounded up or down at random, so small steps are not lost.
     weights: Literal["fp32", "bf16"] = setting(
         "fp32", "Number format of the LoRA's weights during training; bf16 halves them and their gradients."
     )
+
+    @property
+    def title(self) -> str:
+        """The optimizer's name, for people and in saved states."""
+        return self.package_class or self.name
 
     def __post_init__(self) -> None:
         require(

@@ -18,11 +18,11 @@ from .config import TrainConfig
 from .memory.precision import DTYPES, compute_dtype, stepping_in_float32
 from .model import Denoiser
 from .optimizer.build import (
-    OPTIMIZERS,
     build_optimizer,
     final_weights,
     load_optimizer,
     reserve_optimizer_state,
+    row_of,
     save_optimizer,
     set_lr,
 )
@@ -55,10 +55,11 @@ class LiveState:
         self.optimizer = build_optimizer(self.parameters, config.optimizer, scales)
         load_optimizer(self.optimizer, config.optimizer, state.optimizer)
         self._reserved = reserve_optimizer_state(self.optimizer, config.optimizer)
-        name = config.optimizer.name
         for setting, value in (("EMA decay", config.ema.decay), ("max norm", config.adapter.max_norm)):
-            if value and OPTIMIZERS[name].averages:
-                raise UserError(f"{name} averages the weights itself; set the {setting} to 0.")
+            if value and row_of(config.optimizer).averages:
+                raise UserError(
+                    f"{config.optimizer.title} averages the weights itself; set the {setting} to 0."
+                )
         self.ema = start_ema(config.ema, self.parameters, state.ema)
         self.losses = list(state.losses)
         self.validations = list(state.validations)

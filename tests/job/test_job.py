@@ -82,6 +82,10 @@ HONORED = {
     "train.gradient_checkpointing": (True, {"memory.checkpointing": "block"}),
     "train.noise_scheduler": ("flowmatch", {"objective.sigmas": "sigmoid"}),
     "train.optimizer": ("adamw8bit", {"optimizer.optimizer": "adamw8bit"}),
+    "train.optimizer_params.arguments": (
+        {"betas": [0.8, 0.9]},
+        {"optimizer.package_class": "torch.optim.NAdam", "optimizer.arguments": '{"betas": [0.8, 0.9]}'},
+    ),
     "train.optimizer_params.weight_decay": (0.1, {"optimizer.weight_decay": 0.1}),
     "train.optimizer_params.d_coef": (2, {"optimizer.d_coef": 2.0}),
     "train.optimizer_params.betas": ([0.8, "0.95"], {"optimizer.beta1": 0.8, "optimizer.beta2": 0.95}),

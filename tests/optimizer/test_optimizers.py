@@ -20,7 +20,6 @@ from graft.training.loop import initial_state
 from graft.training.memory.precision import DTYPES
 from graft.training.optimizer import bitsandbytes_fixes as bits
 from graft.training.optimizer.build import (
-    OPTIMIZERS,
     build_optimizer,
     final_weights,
     load_optimizer,
@@ -28,6 +27,7 @@ from graft.training.optimizer.build import (
     save_optimizer,
     set_lr,
 )
+from graft.training.optimizer.rows import OPTIMIZERS
 from graft.training.run.saved_state import load_state, save_state
 
 from ..support.tiny import TinyDenoiser
@@ -39,8 +39,13 @@ PACKAGES = {
     "prodigy": "prodigyopt",
     "schedule-free-adamw": "schedulefree",
     "schedule-free-radam": "schedulefree",
+    "muon": "pytorch_optimizer",
+    "came": "pytorch_optimizer",
+    "ademamix": "pytorch_optimizer",
+    "prodigy-plus-schedule-free": "prodigyplus",
 }
-RATES = {"prodigy": 1.0, "sgd": 0.1, "lion": 3e-4, "lion8bit": 3e-4}
+INSTALLED_AS = {"pytorch_optimizer": "pytorch-optimizer", "prodigyplus": "prodigy-plus-schedule-free"}
+RATES = {"prodigy": 1.0, "prodigy-plus-schedule-free": 1.0, "sgd": 0.1, "lion": 3e-4, "lion8bit": 3e-4}
 SHAPES = {"a.down": (16, 300), "a.up": (300, 16), "b.scale": (7,)}
 
 every_row = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -320,7 +325,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(name, pack
         return find(wanted, *args, **options)
 
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(ValueError, match=f"pip install {package}"):
+    with pytest.raises(ValueError, match=f"pip install {INSTALLED_AS.get(package, package)}"):
         build_optimizer(parameters(), OptimizerConfig(name=name, lr=1.0))
 
 

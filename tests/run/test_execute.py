@@ -30,7 +30,7 @@ from graft.tests.support.runs import run as train_without_a_folder
 from graft.training import loop
 from graft.training.config import CheckpointConfig, OptimizerConfig, from_dict, to_dict
 from graft.training.live_state import LiveState
-from graft.training.optimizer.build import OPTIMIZERS
+from graft.training.optimizer.rows import OPTIMIZERS
 from graft.training.run import lock
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key

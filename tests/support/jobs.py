@@ -18,6 +18,7 @@ NEEDED = {
     "train.disable_sampling": {"sample.prompts": ["a cat"]},
     "train.skip_first_sample": {"sample.prompts": ["a cat"]},
     "train.optimizer_params.d_coef": {"train.optimizer": "prodigy"},
+    "train.optimizer_params.arguments": {"train.optimizer": "torch.optim.NAdam"},
     "train.lr_scheduler_params.num_cycles": {"train.lr_scheduler": "cosine_with_restarts"},
     "train.lr_scheduler_params.power": {"train.lr_scheduler": "polynomial"},
     "train.differential_guidance_scale": {"train.do_differential_guidance": True},

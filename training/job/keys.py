@@ -9,6 +9,7 @@ toolkit/samplers/custom_flowmatch_sampler.py and jobs/process/BaseSDTrainProcess
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 from ..adapters.build import ADAPTERS
 from ..family import architectures
-from ..optimizer.build import OPTIMIZERS
+from ..optimizer.rows import OPTIMIZERS
 from ..user_error import UserError
 
 Settings = dict[str, Any]
@@ -160,6 +161,20 @@ def multiples(value: Any, key: str) -> str:
     return "\n".join(f"*{part}* = {number(times, f'{key}.{part}'):g}" for part, times in value.items())
 
 
+def optimizer(value: Any, key: str) -> Settings:
+    """Set the optimizer: a row of OPTIMIZERS, or a class of a package by its name with a dot."""
+    if isinstance(value, str) and "." in value:
+        return {"optimizer.package_class": value}
+    return {"optimizer.optimizer": one_of(OPTIMIZER_NAMES)(value, key)}
+
+
+def arguments(value: Any, key: str) -> str:
+    """Return the arguments of a class of a package as JSON."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{key}: expected 'name: value' below it, found {value!r}.")
+    return json.dumps(value)
+
+
 def network_type(value: Any, key: str) -> Settings:
     """Set the algorithm: a row of ADAPTERS, or another name of it with its switches."""
     types = {
@@ -214,6 +229,8 @@ OPTIMIZER_NAMES = {
     **{name: name for name in OPTIMIZERS},
     **{name.replace("-", "_"): name for name in OPTIMIZERS},
     "prodigyopt": "prodigy",
+    "prodigyplusschedulefree": "prodigy-plus-schedule-free",
+    "prodigy_plus_schedulefree": "prodigy-plus-schedule-free",
     "adamw_schedulefree": "schedule-free-adamw",
     "radam_schedulefree": "schedule-free-radam",
     "stableadamw": "stable-adamw",
@@ -333,7 +350,8 @@ KEYS: Mapping[str, Read] = {
     "train.train_text_encoder": to("lora.text_encoder", either(1.0, 0.0)),
     "train.gradient_checkpointing": to("memory.checkpointing", either("block", "none")),
     "train.noise_scheduler": to("may.noise_scheduler", one_of({"flowmatch": "flowmatch", "ddpm": "ddpm"})),
-    "train.optimizer": to("optimizer.optimizer", one_of(OPTIMIZER_NAMES)),
+    "train.optimizer": optimizer,
+    "train.optimizer_params.arguments": to("optimizer.arguments", arguments),
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.d_coef": to("optimizer.d_coef", number),
     "train.optimizer_params.betas": betas,

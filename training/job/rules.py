@@ -10,6 +10,7 @@ from typing import Any
 
 from ..adapters.build import ADAPTERS
 from ..family import CONVOLUTIONS, Family, architectures
+from ..optimizer.rows import OPTIMIZERS
 from ..user_error import UserError
 from .graph import NODES
 from .keys import DIFFUSERS, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
@@ -137,7 +138,8 @@ def sampling(done: Settings, may: May) -> None:
 
 def prodigy(done: Settings, may: May) -> None:
     """Set the learning rate for prodigy, which finds its own, to 1 if it is below 0.1: ai-toolkit's rule."""
-    if done.get("optimizer.optimizer") == "prodigy" and done.get("train.learning_rate", 0.0) < 0.1:
+    row = OPTIMIZERS.get(done.get("optimizer.optimizer", ""))
+    if row and row.finds_lr and done.get("train.learning_rate", 0.0) < 0.1:
         done["train.learning_rate"] = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Optimizers as rows of a table, and their state as flat tensors and numbers for a file without pickle.
+"""A run's optimizer (`rows.OPTIMIZERS`), its state as flat tensors and numbers for a file without pickle.
 
 The one rule: saved state never overrides a setting. The state is what the optimizer has gathered from the
 gradients; the learning rate, the betas and the rest come from the configuration, also when a resumed run has
@@ -7,10 +7,8 @@ a different one.
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,31 +17,10 @@ from torch import Tensor, nn
 
 from ..config import OptimizerConfig
 from ..log import log
-from ..optional_packages import optional
 from ..state import Number, OptimizerState
 from ..user_error import UserError
-from .bitsandbytes_fixes import fix_waits_and_leaks
-from .lion_and_stable_adamw import Lion, StableAdamW
-
-Groups = list[dict[str, Any]]
-Build = Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One optimizer."""
-
-    build: Build
-    state_bytes: float
-    """Bytes of optimizer state per trained number."""
-    group_state: tuple[str, ...] = ()
-    """Entries of a parameter group that change as it runs."""
-    step_bytes: float = 0.0
-    """Bytes of temporary tensors per trained number, if a step is computed for all tensors at once."""
-    averages: bool = False
-    """Schedule-free: the weights to sample with are not those it trains at; see `final_weights`."""
-    finds_lr: bool = False
-    """It finds one learning rate for all parameters; the configured one multiplies it."""
+from .package_class import find_class, make, measure
+from .rows import OPTIMIZERS, Groups, Row
 
 
 def build_optimizer(
@@ -60,7 +37,7 @@ def build_optimizer(
     scales = {name: lr_scales.get(name, 1.0) for name in parameters}
     if row.finds_lr and len(set(scales.values())) > 1:
         raise UserError(
-            f"optimizer {config.name!r} finds one learning rate for everything: switch off LoRA+ and "
+            f"optimizer {config.title!r} finds one learning rate for everything: switch off LoRA+ and "
             "learning rates by pattern, set text encoder in Build LoRA to 0 or 1, or use another optimizer."
         )
     groups = []
@@ -72,13 +49,26 @@ def build_optimizer(
 
 
 def optimizer_notes(config: OptimizerConfig) -> list[str]:
-    """Return a sentence if the learning rate looks like one for other optimizers."""
-    if not row_of(config).finds_lr or config.lr >= 0.1:
-        return []
-    return [
-        f"{config.name} multiplies the rate it finds by the learning rate of {config.lr:g}, so it will "
-        "hardly learn anything; 1 is usual."
-    ]
+    """Return a sentence for everything about the settings that does not suit the optimizer."""
+    row, notes = row_of(config), []
+    if row.finds_lr and config.lr < 0.1:
+        notes.append(
+            f"{config.title} multiplies the rate it finds by the learning rate of {config.lr:g}, so it will "
+            "hardly learn anything; 1 is usual."
+        )
+    if row.clips and config.max_grad_norm:
+        notes.append(
+            f"{config.title} shortens its steps itself, and finds a worse rate with clipped gradients: set "
+            "max grad norm to 0."
+        )
+    if config.package_class:
+        default = OptimizerConfig()
+        own = ("weight_decay", "betas", "eps", "d_coef")
+        idle = [name for name in own if getattr(config, name) != getattr(default, name)]
+        notes += [f"{name} has no effect with {config.title}; set it in arguments." for name in idle]
+    elif config.arguments:
+        notes.append(f"arguments have no effect with {config.name}; they are for package_class.")
+    return notes
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -106,28 +96,61 @@ def final_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerState:
     """Return a copy of the optimizer's state on the CPU."""
-    row = row_of(config)
+    return _saved(optimizer, config, row_of(config))
+
+
+def _saved(optimizer: torch.optim.Optimizer, config: OptimizerConfig, row: Row) -> OptimizerState:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Number] = {}
     for name, parameter, _ in _named(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{name}.{key}"] = value.detach().to("cpu", copy=True)
-            elif value is not None:
+            elif isinstance(value, tuple) and all(isinstance(part, int) for part in value):
+                tensors[f"{name}.{key}{TUPLE}"] = torch.tensor(value, dtype=torch.int64)
+            elif isinstance(value, Number):
                 values[f"{name}.{key}"] = value
+            elif value is not None:
+                raise _unsaved(config, key, value)
         if row.averages:
             tensors[f"{name}.{TRAINED}"] = parameter.detach().to("cpu", torch.float32, copy=True)
-    groups = [
-        {key: group[key] for key in row.group_state if key in group} for group in optimizer.param_groups
-    ]
-    return OptimizerState(config.name, tensors, values, tuple(groups))
+    groups = tuple(_changed(group, config, row) for group in optimizer.param_groups)
+    return OptimizerState(config.title, tensors, values, groups)
+
+
+def _changed(group: Mapping[str, Any], config: OptimizerConfig, row: Row) -> dict[str, Number]:
+    """Return what a parameter group has gathered: the entries of its row, or those unlike at its start."""
+    if not config.package_class:
+        return {key: group[key] for key in row.group_state if group.get(key) is not None}
+    start, changed = group["at_start"], {}
+    for key, value in group.items():
+        if key in ("params", "names", "lr", "lr_scale", "at_start") or value is None:
+            continue
+        if key not in start or not _equal(value, start[key]):
+            if not isinstance(value, Number):
+                raise _unsaved(config, key, value)
+            changed[key] = value
+    return changed
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _unsaved(config: OptimizerConfig, key: str, value: Any) -> UserError:
+    return UserError(
+        f"optimizer {config.title}: its {key} is {type(value).__name__}, and a checkpoint holds tensors and "
+        "numbers only, so that the run could not be resumed; choose another."
+    )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state: OptimizerState) -> None:
     """Load the state that `save_optimizer` returned. That of another optimizer is ignored, with a warning."""
-    if state.name != config.name:
+    if state.name != config.title:
         if state.name:
-            log.warning("the optimizer changed from %s to %s, which starts afresh.", state.name, config.name)
+            log.warning("the optimizer changed from %s to %s, which starts afresh.", state.name, config.title)
         return
     for index, group in enumerate(optimizer.param_groups):
         if state.groups:  # after a change of learning rates by pattern, all groups take the first one's
@@ -139,12 +162,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig, st
         parameter, group = parameters[path]
         if key == TRAINED and isinstance(value, Tensor):
             parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
+        elif key.endswith(TUPLE) and isinstance(value, Tensor):
+            optimizer.state[parameter][key.removesuffix(TUPLE)] = tuple(value.tolist())
         else:
             optimizer.state[parameter][key] = _placed(optimizer, parameter, group, key, value)
 
 
 TRAINED = "trained"
 """Key of the weights that a schedule-free optimizer trains at."""
+
+TUPLE = "()"
+"""End of a key whose tensor is a tuple of whole numbers in the optimizer."""
 
 
 def reserve_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[Tensor]:
@@ -184,92 +212,34 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter
 
 
 def row_of(config: OptimizerConfig) -> Row:
-    """Return the row of OPTIMIZERS that `config` names. Raises UserError when there is none."""
+    """Return the row of OPTIMIZERS that `config` names, or that of its class of a package.
+
+    Raises UserError when there is none.
+    """
+    if config.package_class:
+        return _package_row(config.package_class, config.arguments)
     if config.name not in OPTIMIZERS:
         raise UserError(f"optimizer: {config.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
     return OPTIMIZERS[config.name]
 
 
-def _adam(config: OptimizerConfig) -> dict[str, Any]:
-    return {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+@cache
+def _package_row(name: str, arguments: str) -> Row:
+    kind = find_class(name)
+    config = OptimizerConfig(package_class=name, arguments=arguments)
 
-
-def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    fuses = all(p.device.type in ("cuda", "cpu") for p in parameters)
-    return torch.optim.AdamW(groups, **_adam(config), fused=fuses or None)
-
-
-def _lion(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return Lion(groups, config.lr, config.betas, config.weight_decay)
-
-
-def _stable_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return StableAdamW(groups, **_adam(config))
-
-
-def _adafactor(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Shazeer & Stern 2018, arXiv:1804.04235, without the paper's scaling by a tensor's own size (the 1.0
-    switches it off), which would keep LoRA weights at 0, where they start."""
-    if not hasattr(torch.optim, "Adafactor"):
-        raise UserError("optimizer 'adafactor' needs torch 2.5 or newer; update ComfyUI, or choose adamw.")
-    eps = (1e-15, 1.0)
-    return torch.optim.Adafactor(groups, lr=config.lr, eps=eps, weight_decay=config.weight_decay)
-
-
-def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
-
-
-def _prodigy(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Mishchenko & Defazio 2023, arXiv:2306.06101, set as the authors advise for runs with a warm-up."""
-    module = _installed("prodigyopt", config.name)
-    advice = {"decouple": True, "use_bias_correction": True, "safeguard_warmup": True}
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its settings
-        built = module.Prodigy(groups, **_adam(config), **advice, d_coef=config.d_coef)
-    return built  # type: ignore[no-any-return]
-
-
-def _bitsandbytes(name: str) -> Build:
     def build(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-        options = _adam(config)
-        if "Lion" in name:
-            del options["eps"]
-        kind = getattr(_installed("bitsandbytes", config.name).optim, name)
-        return fix_waits_and_leaks(kind)(groups, **options)  # type: ignore[no-any-return]
-
-    return build
-
-
-def _schedule_free(name: str) -> Build:
-    def build(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-        kind = getattr(_installed("schedulefree", config.name), name)
-        optimizer: torch.optim.Optimizer = kind(groups, **_adam(config))
-        optimizer.train()  # type: ignore[attr-defined]
+        optimizer = make(kind, groups, config.lr, config.arguments)
+        for group in optimizer.param_groups:
+            skipped = {"params": None, "names": None}
+            copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+            group["at_start"] = copied | skipped
         return optimizer
 
-    return build
+    def save(optimizer: torch.optim.Optimizer) -> OptimizerState:
+        return _saved(optimizer, config, Row(build, 0))
 
+    def load(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+        load_optimizer(optimizer, config, state)
 
-def _installed(package: str, optimizer: str) -> Any:
-    return optional(package, f"optimizer {optimizer!r}", "choose adamw or lion")
-
-
-SCHEDULE_FREE = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
-
-OPTIMIZERS: Mapping[str, Row] = {
-    "adamw": Row(_adamw, 8),
-    "adamw8bit": Row(_bitsandbytes("AdamW8bit"), 2.1),
-    "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit"), 2.1),
-    "lion": Row(_lion, 4),
-    "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1),
-    "adafactor": Row(_adafactor, 0.5),
-    "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_lr=True),
-    "schedule-free-adamw": Row(
-        _schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, step_bytes=4, averages=True
-    ),
-    "schedule-free-radam": Row(_schedule_free("RAdamScheduleFree"), 8, SCHEDULE_FREE, averages=True),
-    "stable-adamw": Row(_stable_adamw, 8),
-    "sgd": Row(_sgd, 4, step_bytes=4),
-}
-"""Name in the settings -> optimizer."""
+    return Row(build, measure(partial(build, config=config), save, load, name))

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...adapters.build import method_of
-from ...config import TrainConfig, digest, to_dict
+from ...config import OptimizerConfig, TrainConfig, digest, to_dict
 from ...data.batch import EncodedDataset
 from ...family import Family
 from ...model import Sampling
@@ -49,7 +49,7 @@ def run_metadata(
         "ss_learning_rate": optimizer.lr,
         "ss_unet_lr": optimizer.lr,
         "ss_text_encoder_lr": optimizer.lr * adapter.text_encoder or None,
-        "ss_optimizer": f"{optimizer.name}(weight_decay={optimizer.weight_decay},betas={optimizer.betas})",
+        "ss_optimizer": _optimizer_line(optimizer),
         "ss_lr_scheduler": config.schedule.name,
         "ss_lr_warmup_steps": config.schedule.warmup_steps,
         "ss_max_grad_norm": optimizer.max_grad_norm,
@@ -241,6 +241,12 @@ def _tag_frequency(notes: Mapping[str, str], triggers: list[str]) -> dict[str, d
     except (ValueError, LookupError, TypeError, AttributeError):  # another program's, which stay as they are
         counts = {}
     return {title: dict.fromkeys(triggers, count) for title, count in (counts or {"images": 1}).items()}
+
+
+def _optimizer_line(config: OptimizerConfig) -> str:
+    if config.package_class:
+        return f"{config.package_class}({config.arguments})"
+    return f"{config.name}(weight_decay={config.weight_decay},betas={config.betas})"
 
 
 def _is_v(sampling: Sampling) -> bool:
