@@ -1,69 +1,50 @@
-"""How fast a LoRA learns, against ComfyUI's own TrainLoraNode: the loss on the demo's held-out images.
+"""How fast a LoRA learns, against ComfyUI's own TrainLoraNode and other trainers, on the starter's tasks.
 
     graft bench quality --json
+    graft bench quality --add '{"plus": {"adapter": {"lora_plus_ratio": 4}}}' --seeds 1
 
-Same base, images, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; each side runs
-once with each of five learning rates, and its best run counts. Both train a LoRA on every weight (`targets`
-"all"), the node also every norm and bias, its LoRA in float32 (its default, bf16, loses small steps). Losses
-are measured at fixed noise by `training.validation`; seconds are of one CPU thread without the measuring, so
-that a busy machine does not decide.
+Same base, images, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; every trainer runs
+once with each learning rate and seed. All train a LoRA on every weight (`targets` "all"), the node also every
+norm and bias. Losses are measured at fixed noise by `training.validation`; seconds are of one CPU thread
+without the measuring, so that a busy machine does not decide. What is concluded is in `curves.compare`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...starter.clip_l import write_clip_l
-from ...training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from ...training.config import MemoryConfig
 from ...training.data import BucketConfig, DatasetConfig, encode, scan
-from ...training.loop import Handles, Progress, train
+from ...training.files.input_file import parse_json
+from ...training.user_error import UserError
 from ...training.validation import validation_loss
 from ..headless.import_comfyui import start_comfyui
+from .curves import METRICS, REFERENCE, Curve, Values, Watch, compare
+from .learners import BATCH_SIZE, RANK, TRAINERS, config_of, train_lora_node, train_with_graft
 
 STARTER = Path(__file__).resolve().parents[2] / "starter"
 RESOLUTION = 128
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-RANK, BATCH_SIZE, ALPHA = 16, 4, 1.0
 
 
-@dataclass
-class Curve:
-    """One run: the held-out loss after every few steps."""
+@dataclass(frozen=True)
+class Task:
+    """What is learned, by folders of the starter."""
 
-    lr: float
-    steps: list[int] = field(default_factory=list)
-    validation: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    images: str
+    held_out: str
 
 
-@dataclass
-class Watch:
-    """Measures a run every few steps; the time that this takes is not counted."""
-
-    curve: Curve
-    every: int
-    began: float = field(default_factory=time.process_time)
-
-    def look(self, step: int, measure: Callable[[], float]) -> None:
-        if step % self.every:
-            return
-        now = time.process_time()
-        self.curve.steps.append(step)
-        self.curve.seconds.append(round(now - self.began, 2))
-        self.curve.validation.append(round(measure(), 5))
-        self.began += time.process_time() - now
+TASKS: Mapping[str, Task] = {"style": Task("dataset", "validation")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,200 +53,111 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between two measurements")
     parser.add_argument("--limit", type=int, default=0, help="measure this many held-out images; 0 is all")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), metavar="LR")
-    parser.add_argument("--targets", default="all", help="what Graft trains; by default every weight")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each trainer at each rate")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    names = [REFERENCE, *TRAINERS]
+    parser.add_argument("--trainers", nargs="*", default=names, choices=names)
+    parser.add_argument(
+        "--add",
+        default="{}",
+        metavar="JSON",
+        help="further trainers in Graft's loop: {name: settings as in a run's config.json}",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train with both, and print how they compare."""
-    results = measure(args.steps, args.every, args.limit, args.rates, args.targets)
-    print(json.dumps(results, indent=1) if args.json else table(results))
+    """Train with each, and print how they compare."""
+    trainers = {name: TRAINERS[name] for name in args.trainers if name != REFERENCE} | read_trainers(args.add)
+    document = measure(
+        args.tasks,
+        trainers,
+        steps=args.steps,
+        every=args.every,
+        limit=args.limit,
+        rates=args.rates,
+        seeds=range(args.seeds),
+        reference=REFERENCE in args.trainers,
+    )
+    print(json.dumps(document, indent=1) if args.json else table(document))
     return 0
 
 
+def read_trainers(text: str) -> dict[str, Mapping[str, Any]]:
+    """Return trainers and their settings from JSON. Raises UserError for settings that there are not."""
+    trainers = parse_json(text)
+    if not isinstance(trainers, dict) or not all(isinstance(value, dict) for value in trainers.values()):
+        raise UserError('add: expected JSON such as {"plus": {"adapter": {"lora_plus_ratio": 4}}}.')
+    for settings in trainers.values():
+        config_of(settings, RATES[0], 0)
+    return trainers
+
+
 def measure(
-    steps: int, every: int, limit: int, rates: Sequence[float], targets: str = "all"
+    tasks: Sequence[str],
+    trainers: Mapping[str, Mapping[str, Any]],
+    *,
+    steps: int,
+    every: int,
+    limit: int,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    reference: bool,
 ) -> dict[str, Any]:
-    """Return every curve of both trainers, and what follows from the best of each."""
+    """Return one document of every curve and what follows from them."""
     torch.set_num_threads(1)
+    curves: list[Curve] = []
+    base: dict[str, Values] = {}
     with tempfile.TemporaryDirectory(prefix="graft-quality-") as place:
         denoiser, encoder = load_starter(Path(place))
         config = DatasetConfig(bucket=BucketConfig(resolutions=(RESOLUTION,)), dtype="fp32")
-        dataset = encode(scan(STARTER / "dataset", config), encoder, Path(place, "cache"))
-        held_out = encode(scan(STARTER / "validation", config), encoder, Path(place, "cache")).validation()
+        for task in tasks:
+            images, cache = TASKS[task], Path(place, "cache")
+            dataset = encode(scan(STARTER / images.images, config), encoder, cache)
+            held_out = encode(scan(STARTER / images.held_out, config), encoder, cache).validation()
 
-        def loss(model: Any, state: Any = None) -> float:
-            return validation_loss(model, held_out, MemoryConfig(dtype="bf16"), state, limit=limit)
+            def values(model: Any, state: Any = None, held_out: Any = held_out) -> Values:
+                memory = MemoryConfig(dtype="bf16")
+                return {"loss": validation_loss(model, held_out, memory, state, limit=limit)}
 
-        base = round(loss(denoiser), 5)
-        ours, theirs = [], []
-        for rate in rates:
-            ours.append(train_with_graft(denoiser, dataset, loss, rate, steps, every, targets))
-            theirs.append(train_lora_node(denoiser.patcher, dataset, loss, rate, steps, every))
-    return {"base": base, **comparison(ours, theirs)}
-
-
-def comparison(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
-    """Return the curves, and the best ones beside each other at equal steps and at equal seconds.
-
-    "steps_to_match" are the fewest steps, at whichever rate, in which Graft comes down to the node's best
-    last value, over the fewest in which the node does.
-    """
-    best, other = (min(curves, key=lambda curve: curve.validation[-1]) for curves in (ours, theirs))
-    seconds = min(best.seconds[-1], other.seconds[-1])
-    goal = other.validation[-1]
-    mine, its = soonest(ours, goal), soonest(theirs, goal)
+            base[task] = {metric: round(value, 5) for metric, value in values(denoiser).items()}
+            for seed in seeds:
+                for lr in rates:
+                    for name, settings in trainers.items():
+                        watch = Watch(Curve(task, name, seed, lr), every)
+                        chosen = config_of(settings, lr, seed)
+                        train_with_graft(denoiser, dataset, values, chosen, watch, steps)
+                        curves.append(watch.curve)
+                    if reference:
+                        watch = Watch(Curve(task, REFERENCE, seed, lr), every)
+                        train_lora_node(denoiser.patcher, dataset, values, watch, steps)
+                        curves.append(watch.curve)
     return {
-        "ours": [asdict(curve) for curve in ours],
-        "train_lora_node": [asdict(curve) for curve in theirs],
-        "best": {"ours": best.lr, "train_lora_node": other.lr},
-        "at_equal_steps": {"ours": best.validation[-1], "train_lora_node": other.validation[-1]},
-        "at_equal_seconds": {
-            "seconds": seconds,
-            "ours": at(best, seconds),
-            "train_lora_node": at(other, seconds),
-        },
-        "steps_to_match": round(mine / its, 3) if mine and its else None,
+        "settings": {"steps": steps, "every": every, "limit": limit, "rank": RANK, "batch_size": BATCH_SIZE},
+        "metrics": {metric: "lower" if less else "higher" for metric, less in METRICS.items()},
+        "tasks": list(tasks),
+        "trainers": {**trainers, **({REFERENCE: {"node": "TrainLoraNode"}} if reference else {})},
+        "seeds": list(seeds),
+        "rates": list(rates),
+        "base": base,
+        "curves": [asdict(curve) for curve in curves],
+        "comparison": compare(curves),
     }
 
 
-def soonest(curves: Sequence[Curve], goal: float) -> int | None:
-    """Return the fewest steps in which one of the curves comes down to `goal`."""
-    measured = (point for curve in curves for point in zip(curve.steps, curve.validation))
-    return min((step for step, value in measured if value <= goal), default=None)
-
-
-def at(curve: Curve, seconds: float) -> float:
-    """Return the last loss measured up to `seconds`; the first where none was."""
-    losses = [value for value, when in zip(curve.validation, curve.seconds) if when <= seconds]
-    return losses[-1] if losses else curve.validation[0]
-
-
-def train_with_graft(
-    denoiser: Any, dataset: Any, loss: Callable[..., float], lr: float, steps: int, every: int, targets: str
-) -> Curve:
-    """Train with Graft's own loop."""
-    config = TrainConfig(
-        batch_size=BATCH_SIZE,
-        adapter=AdapterConfig(rank=RANK, alpha=ALPHA, targets=targets),
-        optimizer=OptimizerConfig(lr=lr),
-        memory=MemoryConfig(dtype="bf16", checkpointing="none", base="resident"),
-    )
-    watch = Watch(Curve(lr), every)
-
-    def on_step(progress: Progress, handles: Handles) -> None:
-        def measured() -> float:
-            with handles.give_base_back():
-                return loss(denoiser, handles.state())
-
-        watch.look(progress.step, measured)
-
-    train(denoiser, dataset, config, None, steps=steps, on_step=on_step)
-    return watch.curve
-
-
-def train_lora_node(
-    patcher: Any, dataset: Any, loss: Callable[..., float], lr: float, steps: int, every: int
-) -> Curve:
-    """Train with ComfyUI's node, copying its weights every few steps; the copies are measured afterwards."""
-    import comfy.model_management
-    import comfy.sd
-
-    from ...training.comfy.model.denoiser import ComfyDenoiser
-
-    node = _node()
-    latents, positive = samples(dataset)
-    inputs = {
-        "model": patcher, "latents": latents, "positive": positive, "batch_size": BATCH_SIZE,
-        "steps": steps, "grad_accumulation_steps": 1, "learning_rate": lr, "rank": RANK,
-        "optimizer": "AdamW", "loss_function": "MSE", "seed": 0, "training_dtype": "bf16",
-        "lora_dtype": "fp32", "algorithm": "LoRA", "gradient_checkpointing": False,
-        "existing_lora": "[None]", **_further_inputs(node),
-    }  # fmt: skip
-    lists = {name: value if name in ("latents", "positive") else [value] for name, value in inputs.items()}
-    watch = Watch(Curve(lr), every)
-    copies: list[list[Tensor]] = []
-    with _after_steps(lambda step, weights: watch.look(step, lambda: _copied(copies, weights))):
-        lora = node.execute(**lists).args[1]
-    watch.curve.validation.clear()
-    for copy in copies:
-        tensors = dict(zip(lora, copy, strict=True))
-        loaded, _ = comfy.sd.load_lora_for_models(patcher, None, tensors, 1.0, 0.0)
-        watch.curve.validation.append(round(loss(ComfyDenoiser(loaded)), 5))
-    comfy.model_management.unload_all_models()
-    return watch.curve
-
-
-def samples(dataset: Any) -> tuple[list[dict[str, Tensor]], list[list[Any]]]:
-    """Return the dataset as the node takes it: a latent and a conditioning for each image."""
-    steady = dataset.validation()
-    batches = [steady.sample(index) for index in range(len(steady))]
-    positive = []
-    for batch in batches:
-        cond = dict(batch.conditioning[0])
-        positive.append([[cond.pop("cross_attn"), cond]])
-    return [{"samples": batch.latents} for batch in batches], positive
-
-
-def _node() -> Any:
-    import comfy_extras.nodes_train as nodes_train
-
-    classes = asyncio.run(nodes_train.TrainingExtension().get_node_list())
-    node = next(node for node in classes if node.__name__ == "TrainLoraNode")
-    node.GET_SCHEMA()
-    return node
-
-
-def _further_inputs(node: Any) -> dict[str, Any]:
-    """Return what newer versions of the node ask for as well, without their memory savers."""
-    wanted = {"checkpoint_depth": 1, "offloading": False, "bucket_mode": False, "bypass_mode": False}
-    names = {entry.id for entry in node.define_schema().inputs}
-    inputs = {name: value for name, value in wanted.items() if name in names}
-    return {**inputs, **({"quantized_backward": False} if "quantized_backward" in names else {})}
-
-
-def _copied(copies: list[list[Tensor]], weights: Sequence[Tensor]) -> float:
-    copies.append([weight.detach().clone() for weight in weights])
-    return 0.0
-
-
-@contextmanager
-def _after_steps(look: Callable[[int, Sequence[Tensor]], None]) -> Any:
-    """Call `look(step, parameters)` after every step of a torch.optim.AdamW within the context."""
-    before, count = torch.optim.AdamW.step, 0
-
-    def step(self: torch.optim.AdamW, closure: Any = None) -> Any:
-        nonlocal count
-        result = before(self, closure)
-        count += 1
-        look(count, [p for group in self.param_groups for p in group["params"]])
-        return result
-
-    torch.optim.AdamW.step = step  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.optim.AdamW.step = before  # type: ignore[method-assign]
-
-
-def table(results: dict[str, Any]) -> str:
+def table(document: Mapping[str, Any]) -> str:
     """Return the figures for people to read."""
-    lines = [
-        f"held-out loss of the base {results['base']}",
-        f"{'lr':>8}  {'Graft':>9}  {'TrainLoraNode':>13}",
-    ]
-    for one, other in zip(results["ours"], results["train_lora_node"]):
-        lines.append(f"{one['lr']:>8g}  {one['validation'][-1]:>9.5f}  {other['validation'][-1]:>13.5f}")
-    even = results["at_equal_seconds"]
-    matched = results["steps_to_match"]
-    return "\n".join(
-        [
-            *lines,
-            f"after {even['seconds']:.0f} s: Graft {even['ours']}, TrainLoraNode {even['train_lora_node']}",
-            "TrainLoraNode's last value is not reached"
-            if matched is None
-            else f"TrainLoraNode's last value is reached in {matched:.2f} of the steps it takes",
-        ]
-    )
+    lines = []
+    for task, metrics in document["comparison"].items():
+        for metric, found in metrics.items():
+            lines.append(f"{task}, {metric} (base {document['base'][task][metric]})")
+            lines.append(
+                f"  {'trainer':<16} {'best':>9} {'at rate':>9}  share of the node's steps to its best"
+            )
+            for trainer, best in found["best"].items():
+                share = found["steps_to_match"].get(trainer)
+                shown = "never reached" if share is None else f"{share:.2f}"
+                lines.append(f"  {trainer:<16} {best:>9.5f} {found['best_rate'][trainer]:>9g}  {shown}")
+    return "\n".join(lines)
 
 
 def load_starter(place: Path) -> tuple[Any, Any]:

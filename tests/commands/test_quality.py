@@ -1,29 +1,96 @@
-"""What `graft bench quality` concludes from the curves that it measured."""
+"""What `graft bench quality` concludes from the curves that it measured, and its trainers' settings."""
 
-from graft.commands.bench.quality import Curve, comparison
+from __future__ import annotations
 
+import pytest
 
-def curve(lr, validation, pace):
-    steps = [10 * (i + 1) for i in range(len(validation))]
-    return Curve(lr, steps, validation, [pace * step for step in steps])
-
-
-def test_each_side_counts_at_its_best_rate_at_equal_steps_and_seconds():
-    ours = [curve(1e-3, [0.9, 0.6, 0.4], 0.1), curve(1e-2, [0.9, 0.8, 0.7], 0.1)]
-    theirs = [curve(1e-3, [0.9, 0.9, 0.9], 0.2), curve(1e-2, [0.8, 0.7, 0.6], 0.2)]
-    found = comparison(ours, theirs)
-    assert found["best"] == {"ours": 1e-3, "train_lora_node": 1e-2}
-    assert found["at_equal_steps"] == {"ours": 0.4, "train_lora_node": 0.6}
-    assert found["at_equal_seconds"] == {"seconds": 3.0, "ours": 0.4, "train_lora_node": 0.8}
-    assert found["steps_to_match"] == 0.667
+from graft.commands.bench import curves
+from graft.commands.bench.curves import Curve, Watch, compare
+from graft.commands.bench.learners import config_of
+from graft.commands.bench.quality import read_trainers, table
 
 
-def test_steps_to_match_are_those_of_the_fastest_rate_on_both_sides():
-    ours = [curve(1e-3, [0.9, 0.6, 0.4], 0.1), curve(1e-2, [0.55, 0.8, 0.9], 0.1)]
-    theirs = [curve(1e-3, [0.9, 0.7, 0.6], 0.2), curve(1e-2, [0.9, 0.6, 0.7], 0.2)]
-    assert comparison(ours, theirs)["steps_to_match"] == 0.5
+def curve(trainer, lr, values, seed=0, metric="loss"):
+    steps = [10 * (i + 1) for i in range(len(values))]
+    return Curve("style", trainer, seed, lr, steps, [0.1 * step for step in steps], {metric: values})
 
 
-def test_a_loss_that_is_never_reached_has_no_ratio():
-    found = comparison([curve(1e-3, [0.9, 0.8], 0.1)], [curve(1e-3, [0.5, 0.4], 0.1)])
-    assert found["steps_to_match"] is None
+def found(*all_curves, metric="loss"):
+    return compare(all_curves)["style"][metric]
+
+
+def test_steps_to_match_are_the_fewest_at_any_rate_to_the_nodes_best_at_any_rate():
+    result = found(
+        curve("graft", 1e-3, [0.9, 0.7, 0.6]),
+        curve("graft", 1e-2, [0.5, 0.8, 0.9]),
+        curve("comfyui", 1e-3, [0.9, 0.8, 0.8]),
+        curve("comfyui", 1e-2, [0.9, 0.7, 0.5]),
+    )
+    assert result["steps_to_match"] == {"graft": 0.333, "comfyui": 1.0}
+    assert result["best"] == {"graft": 0.5, "comfyui": 0.5}
+    assert result["best_rate"] == {"graft": 1e-2, "comfyui": 1e-2}
+
+
+def test_the_median_of_the_seeds_counts_and_a_seed_that_never_gets_there_is_the_worst():
+    node = [curve("comfyui", 1e-3, [0.9, 0.7, 0.5], seed) for seed in range(3)]
+    ours = [[0.5, 0.5, 0.5], [0.9, 0.5, 0.5], [0.9, 0.9, 0.9]]
+    graft = [curve("graft", 1e-3, values, seed) for seed, values in enumerate(ours)]
+    result = found(*graft, *node)
+    assert result["by_seed"]["graft"] == [0.333, 0.667, None]
+    assert result["steps_to_match"]["graft"] == 0.667
+    never = [curve("graft", 1e-3, [0.9, 0.9, 0.9], seed) for seed in range(3)]
+    assert found(*never, *node)["steps_to_match"]["graft"] is None
+
+
+def test_the_best_rate_is_the_one_with_the_best_median():
+    lucky = [curve("graft", 1e-2, [value], seed) for seed, value in enumerate([0.1, 0.9, 0.9])]
+    steady = [curve("graft", 1e-3, [0.5], seed) for seed in range(3)]
+    result = found(*lucky, *steady)
+    assert (result["best"], result["best_rate"]) == ({"graft": 0.5}, {"graft": 1e-3})
+    assert result["steps_to_match"] == {}  # without the node
+
+
+def test_of_a_metric_that_is_better_when_higher_more_counts(monkeypatch):
+    monkeypatch.setattr(curves, "METRICS", {"accuracy": False})
+    result = found(
+        curve("graft", 1e-3, [0.2, 0.8, 0.9], metric="accuracy"),
+        curve("comfyui", 1e-3, [0.1, 0.2, 0.8], metric="accuracy"),
+        metric="accuracy",
+    )
+    assert result["steps_to_match"]["graft"] == 0.667 and result["best"]["graft"] == 0.9
+
+
+def test_tasks_are_compared_apart():
+    other = Curve("character", "graft", 0, 1e-3, [10], [1.0], {"loss": [0.3]})
+    result = compare([curve("graft", 1e-3, [0.5]), other])
+    assert {task: metrics["loss"]["best"]["graft"] for task, metrics in result.items()} == {
+        "style": 0.5,
+        "character": 0.3,
+    }
+
+
+def test_measuring_is_off_the_clock(monkeypatch):
+    times = iter([5.0, 105.0, 107.0, 207.0])
+    monkeypatch.setattr(curves.time, "process_time", lambda: next(times))
+    watch = Watch(Curve("style", "graft", 0, 1e-3), every=2, began=0.0)
+    for step in range(1, 5):
+        watch.look(step, lambda: {"loss": 0.123456})
+    assert (watch.curve.steps, watch.curve.seconds) == ([2, 4], [5.0, 7.0])
+    assert watch.curve.values == {"loss": [0.12346, 0.12346]}
+
+
+def test_trainers_are_added_with_settings_as_in_config_json():
+    trainers = read_trainers('{"plus": {"adapter": {"lora_plus_ratio": 4}}}')
+    config = config_of(trainers["plus"], 1e-2, 7)
+    assert (config.adapter.lora_plus_ratio, config.adapter.targets, config.adapter.rank) == (4.0, "all", 16)
+    assert (config.optimizer.lr, config.seed) == (1e-2, 7)
+    with pytest.raises(ValueError, match="adapter.lora_plus: unknown setting.* Did you mean"):
+        read_trainers('{"plus": {"adapter": {"lora_plus": 4}}}')
+    with pytest.raises(ValueError, match="add: expected JSON such as"):
+        read_trainers("[1]")
+
+
+def test_the_table_names_every_trainer_with_its_share_of_the_nodes_steps():
+    both = [curve("graft", 1e-3, [0.5, 0.4]), curve("comfyui", 1e-3, [0.9, 0.5])]
+    shown = table({"comparison": compare(both), "base": {"style": {"loss": 0.6}}})
+    assert "style, loss (base 0.6)" in shown and "0.50" in shown and "comfyui" in shown
