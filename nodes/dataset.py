@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from ..training import data
 from ..training.comfy import paths
+from ..training.comfy.dataset.in_memory import remember_set
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.model.encoder import ComfyEncoder
 from ..training.comfy.progress import progress_bar, raise_if_cancelled
@@ -59,6 +60,7 @@ class LoadDataset(Node):
                 widget(DatasetConfig, "recursive"),
                 widget(DatasetConfig, "skip_bad_images"),
                 widget(DatasetConfig, "frames"),
+                widget(DatasetConfig, "leave_out"),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
             outputs=[Dataset.Output("dataset")],
@@ -74,6 +76,12 @@ class LoadDataset(Node):
         path = data.resolve_dataset(folder, paths.dataset_roots())
         config = DatasetConfig(recursive=recursive, frames=frames)
         return data.fingerprint(path, config, raise_if_cancelled)
+
+    @classmethod
+    def config_of(cls, values: dict[str, Any], settings: dict[str, Any]) -> DatasetConfig:
+        """Return the config for the values of this node's widgets and of a connected Dataset Settings."""
+        widgets = {name: value for name, value in values.items() if name != "folder"}
+        return make_config(read(DatasetConfig(), settings), **{"resolution": "1024", **widgets})
 
     @classmethod
     def execute(
@@ -131,7 +139,7 @@ class DatasetFromImages(Node):
                 f"\nThe connected masks have no effect with masks {config.mask.source}; set it to file or "
                 "auto in Dataset Settings."
             )
-        return io.NodeOutput(dataset, ui={"text": [text]})
+        return io.NodeOutput(dataset, ui={"text": [text], "graft_set": [remember_set(dataset)]})
 
 
 class JoinDatasets(Node):

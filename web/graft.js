@@ -7,6 +7,7 @@
 
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
+import { addImages } from "./dataset.js"
 import { Panel } from "./panel.js"
 import { Report } from "./report.js"
 import { wordsFor } from "./words.js"
@@ -36,6 +37,7 @@ app.registerExtension({
     nodeCreated(node) {
         if (!node.comfyClass?.startsWith("Graft")) return
         if (node.comfyClass === NODE) addPanel(node)
+        addImages(node)
         showAllDigits(node)
         addReport(node)
     },

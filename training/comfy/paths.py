@@ -20,6 +20,22 @@ def dataset_roots() -> list[Path]:
     return [Path(folder_paths.get_input_directory()), *(Path(path) for path in registered)]
 
 
+def new_dataset(name: str) -> Path:
+    """Return the folder of a new dataset in ComfyUI's input directory. Raises UserError for a name that no
+    folder may have, or a hidden one.
+    """
+    return in_dataset(Path(folder_paths.get_input_directory()), name, "folder")
+
+
+def in_dataset(folder: Path, name: str, what: str = "file name") -> Path:
+    """Return the path of a file or folder inside `folder`. Raises UserError for a name that leaves it, is
+    hidden, or that a system refuses.
+    """
+    if any(part.strip().startswith(".") for part in name.replace("\\", "/").split("/")):
+        raise UserError(f"{what}: {shown(name)} is hidden, or leads elsewhere; give it another name.")
+    return _inside(folder, name, what, "")
+
+
 def graft_folder() -> Path:
     """Return output/graft, where runs and the cache live."""
     return Path(folder_paths.get_output_directory()) / "graft"

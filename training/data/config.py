@@ -196,6 +196,13 @@ class DatasetConfig:
     skip_bad: bool = setting(
         False, "Skip unreadable images instead of stopping at them.", input="skip_bad_images", main=True
     )
+    leave_out: tuple[str, ...] = setting(
+        (),
+        "Images to leave out, one name or pattern per line, e.g. blurry/*",
+        main=True,
+        advanced=True,
+        added=True,
+    )
     background: str = setting("#ffffff", "Color behind transparent images.")
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     bucket: BucketConfig = field(default_factory=BucketConfig)

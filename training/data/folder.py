@@ -10,8 +10,9 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -56,6 +57,8 @@ class _Folder:
     """Paths of its subfolders, sorted."""
     clips: frozenset[str] = frozenset()
     """Names of clips in it: files, and subfolders of frames, which are not in `below`."""
+    leave_out: tuple[str, ...] = ()
+    """Names and patterns of the images to leave out."""
 
     @cached_property
     def images(self) -> list[str]:
@@ -100,11 +103,18 @@ class _Folder:
     def mask_files(self) -> frozenset[str]:
         return frozenset(self.masks.values())
 
+    @cached_property
+    def left_out(self) -> frozenset[str]:
+        """Images that the user leaves out."""
+        names = ((file, self.name_of(file)) for file in self.images if file not in self.mask_files)
+        return frozenset(file for file, name in names if is_named(name, self.leave_out))
+
     def twins(self, file: str) -> list[str]:
         """Return other images that share a caption or mask file with this one."""
         stem = stem_of(file)
         shared = stem in self.masks or any(stem + extension in self.captions for extension in CAPTION_FILES)
-        return [name for name in self.by_stem[stem] if name != file] if shared else []
+        others = (name for name in self.by_stem[stem] if name != file and name not in self.left_out)
+        return list(others) if shared else []
 
     def name_of(self, file: str) -> str:
         return f"{self.relative}/{file}" if self.relative else file
@@ -121,11 +131,29 @@ def scan(
     Raises UserError if the folder is missing or has no image, or one that names every unusable file (with
     `config.skip_bad` they are in the result's `skipped` instead).
     """
-    root, config = Path(root), config or DatasetConfig()
+    config = config or DatasetConfig()
+    images = find_images(root, config, on_progress=on_progress)
+    if images.skipped and (not config.skip_bad or not len(images)):
+        raise bad_files_error(sorted(images.skipped, key=lambda item: item.name), str(root), len(images))
+    if not len(images):
+        raise UserError(f"{root}: 'leave out' leaves out all {len(images.left_out)} images; put some back.")
+    return images
+
+
+def find_images(
+    root: str | os.PathLike[str], config: DatasetConfig, *, on_progress: OnProgress = no_progress
+) -> ImageSet:
+    """Return what `scan` does, with unusable files in `skipped` whatever the settings; it may have no sample.
+
+    Raises UserError if the folder is missing or has no image.
+    """
+    root = Path(root)
     check = partial(on_progress, 0, 1, "Reading the folder")
     folders = list(_walk(root, config, check))
     images = [(folder, file) for folder in folders for file in folder.images if file not in folder.mask_files]
     _require_images(images, folders, root, config, check)
+    left_out = tuple(folder.name_of(file) for folder, file in images if file in folder.left_out)
+    images = [(folder, file) for folder, file in images if file not in folder.left_out]
     captions, bad = _metadata(root, folders, check)
     bad += [item for folder in folders for item in folder.bad]
     table = SampleTable()
@@ -136,11 +164,32 @@ def scan(
         else:
             for sample in found:
                 table.append(sample)
-    if bad and (not config.skip_bad or not len(table)):
-        raise bad_files_error(sorted(bad, key=lambda item: item.name), str(root), len(table))
     ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
     unread = sum(not _is_read(name, config) for folder in folders for name in folder.below)
-    return ImageSet(table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())), unread)
+    return ImageSet(
+        table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())), unread, left_out=left_out
+    )
+
+
+def captions_at(root: Path, name: str, config: DatasetConfig) -> tuple[str, ...]:
+    """Return the captions of one image as they are on disk now, () without any.
+
+    Raises BadImage if they cannot be read, UserError if there is no such image.
+    """
+    path = PurePosixPath(name)
+    folder = _list(root, "" if path.parent.name == "" else str(path.parent), lambda: None, config)
+    if path.name not in folder.images:
+        raise UserError(f"{name}: no such image; it was renamed or removed meanwhile.")
+    table, bad = _metadata(root, [folder], lambda: None)
+    if bad:
+        raise BadImage(f"{bad[0].name}: {bad[0].reason}")
+    places = Places(root / folder.relative, folder.relative, folder.captions, table)
+    return find_captions(stem_of(path.name) + path.suffix, places, config.caption)
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether an image is one of those named, by its name inside the dataset or a pattern."""
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def fingerprint(
@@ -179,7 +228,7 @@ def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Itera
         if real in seen:
             continue
         seen.add(real)
-        folder = _with_clips(_list(root, relative, check), config)
+        folder = _with_clips(_list(root, relative, check, config), config)
         yield folder
         pending += [name for name in reversed(folder.below) if _is_read(name, config)]
 
@@ -189,7 +238,7 @@ def _is_read(folder: str, config: DatasetConfig) -> bool:
     return config.recursive or bool(_repeats_in(folder))
 
 
-def _list(root: Path, relative: str, check: Callable[[], None]) -> _Folder:
+def _list(root: Path, relative: str, check: Callable[[], None], config: DatasetConfig) -> _Folder:
     files, below, bad = [], [], []
     try:
         with os.scandir(root / relative) as entries:
@@ -206,7 +255,9 @@ def _list(root: Path, relative: str, check: Callable[[], None]) -> _Folder:
                     files.append(entry.name)
     except OSError as error:
         bad.append(Skipped(relative or root.name, f"the folder cannot be read ({error.strerror or error})"))
-    return _Folder(relative, frozenset(files), tuple(bad), tuple(sorted(below)))
+    return _Folder(
+        relative, frozenset(files), tuple(bad), tuple(sorted(below)), leave_out=config.leave_out
+    )
 
 
 def _with_clips(folder: _Folder, config: DatasetConfig) -> _Folder:

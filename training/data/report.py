@@ -52,6 +52,9 @@ def summary(images: ImageSet) -> str:
         lines.append(f"Not images: {others}")
     if images.unread:
         lines.append(f"Subfolders that are not read ('recursive' is off): {images.unread}")
+    if images.left_out:
+        names = ", ".join(images.left_out[:5]) + (", ..." if len(images.left_out) > 5 else "")
+        lines.append(f"Left out by 'leave out': {len(images.left_out)} ({names})")
     return "\n".join([*lines, *_skipped(images.skipped)])
 
 

@@ -256,6 +256,8 @@ class ImageSet:
     """Extensions of other files, with their number of files."""
     unread: int = 0
     """Number of subfolders not read because `recursive` is off."""
+    left_out: tuple[str, ...] = ()
+    """Names of the images that `leave_out` leaves out."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -287,7 +289,8 @@ def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
         ignored.update(dict(images.ignored))
     skipped = tuple(bad for images in sets for bad in images.skipped)
     unread = sum(images.unread for images in sets)
-    return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())), unread)
+    left_out = tuple(name for images in sets for name in images.left_out)
+    return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())), unread, left_out=left_out)
 
 
 def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Graft's routes on ComfyUI's server, for the chart on Train Steps.
+"""Graft's routes on ComfyUI's server: those for the chart on Train Steps, beside those for datasets.
 
 They read logs and samples of runs under output/graft, and one of them sets the Finish flag. They write no
 file, run no code, and answer 404 for anything that is not part of a run.
@@ -21,6 +21,7 @@ from ...log import log as logger
 from ...run.queued import settings_of
 from ...run.run_log import read_entries
 from .. import paths
+from ..dataset.routes import routes as dataset_routes
 from ..versions import running_server
 from .chart_run import added_inputs, chart_runs
 from .session import known_runs, request_finish
@@ -61,6 +62,7 @@ def routes() -> list[web.RouteDef]:
         web.get("/graft/files", files),
         web.get("/graft/sample", sample),
         web.post("/graft/finish/{run:.+}", finish),
+        *dataset_routes(),
     ]
 
 

@@ -1,0 +1,1 @@
+"""Datasets in the editor: what Load Dataset shows, and the files that a browser sends to it."""
