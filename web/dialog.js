@@ -18,6 +18,7 @@ button { padding: 4px 10px; cursor: pointer; white-space: nowrap; }
 button:hover:enabled { border-color: currentColor; }
 button:disabled { opacity: 0.5; cursor: default; }
 button.main { background: #1668c7; border-color: #1668c7; color: #fff; }
+::selection { background: #1668c7; color: #fff; }
 :focus-visible { outline: 2px solid #5aa9ff; outline-offset: 1px; }
 `
 

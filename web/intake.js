@@ -107,7 +107,7 @@ export class Intake {
         const dismiss = this.#button(words.ok, () => this.#show())
         if (result.exists.length) {
             const names = result.exists.flatMap((each) => each.names)
-            parts[0].textContent += `\n${words.exists(names.length)}: ${names.slice(0, 8).join(", ")}`
+            parts[0].textContent += `\n${words.exists(names.length)} (${names.slice(0, 8).join(", ")}${names.length > 8 ? ", ..." : ""})`
             const replace = this.#button(words.replace, () => this.#send(result.exists, folder, true))
             dismiss.textContent = words.keep
             parts.push(make("div", { className: "row" }, replace, dismiss))

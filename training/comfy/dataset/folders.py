@@ -36,7 +36,7 @@ def folder_to_write(name: str) -> Path:
 def require_writable(folder: Path) -> None:
     """Raise UserError for a folder that comes with Graft: an update would find it changed."""
     if is_inside(folder, GRAFT):
-        raise UserError("these images come with Graft and stay as they are; give your own a new folder.")
+        raise UserError("These images come with Graft and stay as they are; give your own a new folder.")
 
 
 def image_in(folder: Path, key: str) -> tuple[str, Path]:

@@ -23,6 +23,7 @@ from ...data.caption_edit import EDITABLE, write_caption
 from ...data.catalog import Entry, list_entries, list_in_memory
 from ...data.config import DatasetConfig
 from ...data.hashes import ContentHashes
+from ...data.image_file import BadImage
 from ...data.samples import IN_MEMORY
 from ...data.thumbnail import thumbnail, thumbnail_of
 from ...data.upload import TAKEN
@@ -95,7 +96,10 @@ async def draw(request: web.Request) -> web.StreamResponse:
     def file() -> Path:
         return thumbnail(image_in(folder_to_read(query.get("folder", "")), key)[1], paths.cache_folder())
 
-    return web.FileResponse(await in_thread(file), headers=_HEADERS)
+    try:
+        return web.FileResponse(await in_thread(file), headers=_HEADERS)
+    except BadImage:  # the list says why; an error would only fill the browser's console
+        return web.Response(status=204)
 
 
 def _in_memory(word: str, name: str) -> Tensor:

@@ -1,0 +1,174 @@
+"""A person with images on another machine: they reach a dataset by the browser, and are looked over there."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import graft
+
+pytestmark = pytest.mark.browser
+WORKFLOW = json.loads(
+    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
+)
+DATASET = 2
+DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
+WIDGET = "node.widgets.find(w => w.name === '{}').value"
+
+
+def picture(color, size=(300, 200)):
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def input_folder(running):
+    """input/pets: two usable images, one without a caption, a copy and a file that is no image."""
+    folder = running.base / "input" / "pets"
+    folder.mkdir()
+    for name, color in (("cat", "red"), ("dog", "green"), ("twin", "green"), ("bare", "blue")):
+        (folder / f"{name}.png").write_bytes(picture(color))
+        if name != "bare":
+            (folder / f"{name}.txt").write_text(f"a {name}\n")
+    (folder / "bad.png").write_text("no image")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
+def opened(request, editor, running, input_folder):
+    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
+    editor.open()
+    editor.load(WORKFLOW)
+    editor.set(DATASET, folder="pets", resolution="256")
+    yield editor
+    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+
+
+@pytest.fixture
+def grid(opened):
+    """The dialog that the node's button opens, closed afterwards."""
+    opened.set(DATASET, folder="pets", leave_out="")
+    opened.node(DATASET, "(node.widgets.find(w => w.type === 'button').callback(), true)")
+    opened.page.wait_for(f"{DIALOG}?.querySelectorAll('li').length > 0")
+    yield lambda expression: opened.page.evaluate(f"(dialog => {expression})({DIALOG})")
+    opened.page.evaluate(f"({DIALOG})?.close()")
+    opened.page.wait_for(f"!({DIALOG})")
+
+
+def wait(editor, expression, seconds=30):
+    return editor.page.wait_for(f"(dialog => {expression})({DIALOG})", seconds)
+
+
+def card(name):
+    return f"[...dialog.querySelectorAll('li')].find(li => li.querySelector('.name').title === '{name}')"
+
+
+def drop(files, on):
+    """JavaScript that drops {name: bytes} by the function `on` of a DataTransfer."""
+    coded = json.dumps({name: base64.b64encode(content).decode() for name, content in files.items()})
+    return f"""(transfer => {{
+        for (const [name, text] of Object.entries({coded}))
+            transfer.items.add(new File([Uint8Array.from(atob(text), c => c.charCodeAt(0))], name))
+        return ({on})(transfer)
+    }})(new DataTransfer())"""
+
+
+ON_DIALOG = """transfer => dialog.dispatchEvent(
+    new DragEvent('drop', { dataTransfer: transfer, bubbles: true, composed: true }))"""
+
+
+def test_every_image_is_shown_with_what_is_wrong_with_it(opened, grid):
+    assert grid("dialog.querySelector('.counts').textContent") == "5 images, 2 with problems"
+    assert grid(f"{card('cat.png')}.querySelector('.size').textContent").startswith("300 \u00d7 200 \u2192 ")
+    assert grid(f"{card('bad.png')}.querySelector('.badge').textContent").startswith("is not an image")
+    assert grid(f"{card('bare.png')}.querySelector('.badge').textContent") == "No caption"
+    assert grid(f"{card('twin.png')}.querySelector('.badge').textContent") == "same as dog.png"
+    wait(opened, f"{card('cat.png')}.querySelector('img').naturalWidth === 300")
+    size = "(box => [box.width, box.height])({}.querySelector('{}').getBoundingClientRect())"
+    frame, crop = (grid(size.format(card("cat.png"), part)) for part in (".frame", ".frame i"))
+    assert frame[0] / frame[1] == pytest.approx(1.5, rel=0.02) and crop[0] * crop[1] < frame[0] * frame[1]
+
+
+def test_a_caption_is_edited_in_place(opened, grid, input_folder):
+    box = f"{card('cat.png')}.querySelector('textarea')"
+    text = f"a cat on a mat {id(grid)}"
+    grid(f"({box}.value = '{text}', {box}.dispatchEvent(new Event('change')), true)")
+    wait(opened, f"{card('cat.png')}.querySelector('.state').textContent === 'Saved'")
+    assert (input_folder / "cat.txt").read_text() == f"{text}\n"
+    (input_folder / "cat.txt").write_text("by another program")
+    grid(f"({box}.value = 'mine', {box}.dispatchEvent(new Event('change')), true)")
+    wait(opened, f"{card('cat.png')}.querySelector('.state').textContent.includes('by another program')")
+    assert (input_folder / "cat.txt").read_text() == "by another program"
+
+
+def test_an_image_is_left_out_and_put_back(opened, grid):
+    grid(f"{card('bad.png')}.querySelector('button').click()")
+    wait(opened, f"{card('bad.png')}.classList.contains('out')")
+    sent = opened.page.evaluate("app.graphToPrompt().then(({ output }) => output['2'].inputs.leave_out)")
+    assert sent == "bad.png"
+    grid(f"{card('bad.png')}.querySelector('button').click()")
+    wait(opened, f"!{card('bad.png')}.classList.contains('out')")
+    assert opened.node(DATASET, WIDGET.format("leave_out")) == ""
+
+
+def test_dropped_files_are_added_and_others_named(opened, grid, input_folder):
+    files = {"new.png": picture("teal"), "new.txt": b"a teal thing", "film.mp4": b"x", "fake.png": b"x"}
+    files |= {"dog.txt": b"another dog"}
+    grid(drop(files, ON_DIALOG))
+    wait(opened, f"{card('new.png')} && !!dialog.querySelector('.intake pre')")
+    told = grid("dialog.querySelector('.intake').innerText")
+    assert "film.mp4: neither an image" in told and "fake.png: is not an image" in told
+    assert "Already there, with other content: 1 (dog.txt)" in told
+    assert (input_folder / "dog.txt").read_text() == "a dog\n"
+    grid("[...dialog.querySelectorAll('.intake button')].find(b => b.textContent === 'Replace').click()")
+    wait(opened, f"{card('dog.png')}.querySelector('textarea').value === 'another dog'")
+    (input_folder / "dog.txt").write_text("a dog\n")
+    for name in ("new.png", "new.txt"):
+        (input_folder / name).unlink()
+
+
+def test_a_zip_that_is_dropped_on_the_node_becomes_a_new_folder(opened, running):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("birds/owl.png", picture("brown"))
+        archive.writestr("birds/owl.txt", "an owl")
+    on = "transfer => app.graph.getNodeById(2).onDragDrop(new DragEvent('drop', { dataTransfer: transfer }))"
+    assert opened.page.evaluate(drop({"birds.zip": content.getvalue()}, on))
+    wait(opened, "dialog?.querySelector('.intake form input').value === 'birds'")
+    opened.page.evaluate(f"({DIALOG}).querySelector('.intake form').requestSubmit()")
+    wait(opened, card("owl.png") + " && true")
+    assert opened.node(DATASET, WIDGET.format("folder")) == "birds"
+    assert (running.base / "input" / "birds" / "owl.txt").read_text() == "an owl"
+    opened.page.evaluate(f"({DIALOG}).close()")
+
+
+def test_everything_has_a_name_and_escape_closes(opened, grid):
+    unnamed = """[...dialog.querySelectorAll('button, textarea, input:not([hidden]), img, progress')].filter(
+        e => !(e.ariaLabel || e.alt || e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"""
+    assert grid(unnamed) == [] and grid("dialog.matches(':modal') && dialog.ariaLabel") == "Images"
+    opened.press("Escape")
+    opened.page.wait_for(f"!({DIALOG})")
+
+
+def test_of_a_thousand_images_only_those_in_view_are_drawn(opened, running):
+    folder = running.base / "input" / "many"
+    if not folder.is_dir():
+        folder.mkdir()
+        for index in range(1000):
+            Image.new("RGB", (16, 16), (index % 256, index // 256, 0)).save(folder / f"{index:04}.png")
+            (folder / f"{index:04}.txt").write_text("x")
+    opened.set(DATASET, folder="many")
+    opened.node(DATASET, "(node.widgets.find(w => w.type === 'button').callback(), true)")
+    wait(opened, "dialog?.querySelectorAll('li').length === 1000")
+    wait(opened, "dialog.querySelector('li img').naturalWidth > 0")
+    assert opened.page.evaluate(f"[...{DIALOG}.querySelectorAll('img')].filter(i => i.complete).length") < 120
+    opened.page.evaluate(f"(box => box.scrollTo(0, box.scrollHeight))({DIALOG}.querySelector('.scroll'))")
+    wait(opened, "[...dialog.querySelectorAll('li img')].at(-1).naturalWidth > 0")
+    opened.page.evaluate(f"({DIALOG}).close()")
