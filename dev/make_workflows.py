@@ -24,7 +24,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 WORKFLOWS = Path(__file__).resolve().parents[1] / "example_workflows"
-GAP, TITLE, HEADER, MARGIN = 40, 30, 50, 20
+GAP, TITLE, HEADER, MARGIN = 40, 30, 60, 20
 WIDTHS = {
     "CLIPTextEncode": 320,
     "GraftTrainSteps": 420,
@@ -32,19 +32,57 @@ WIDTHS = {
     "PreviewImage": 420,
     "VAEDecode": 200,
 }
-TALLER = {
-    "CLIPTextEncode": 40,
-    "GraftTrainSteps": 370,
-    "SaveImage": 400,
-    "PreviewImage": 400,
-    "GraftLoadDataset": 50,
-    "GraftEncodeDataset": 90,
-    "GraftBuildLora": 90,
-    "GraftSaveLora": 100,
-    "GraftSamplePrompts": 200,
+HEIGHTS = {
+    "CLIPTextEncode": 140,
+    "EmptyLatentImage": 126,
+    "EmptySD3LatentImage": 126,
+    "FluxGuidance": 94,
+    "GraftBuildLora": 340,
+    "GraftCheckpointGrid": 204,
+    "GraftCheckpointSettings": 240,
+    "GraftEncodeDataset": 152,
+    "GraftExtractLora": 264,
+    "GraftInspectLora": 116,
+    "GraftLoadBaseModel": 296,
+    "GraftLoadDataset": 386,
+    "GraftLoadTrainingState": 100,
+    "GraftLossPlot": 64,
+    "GraftMemorySettings": 206,
+    "GraftMergeCheckpoint": 208,
+    "GraftMergeLora": 212,
+    "GraftObjectiveSettings": 634,
+    "GraftOptimizerSettings": 520,
+    "GraftResizeLora": 236,
+    "GraftSamplePrompts": 530,
+    "GraftSaveLora": 268,
+    "GraftSaveTrainingState": 100,
+    "GraftSplitDataset": 180,
+    "GraftTrainSteps": 640,
+    "GraftValidationLoss": 84,
+    "GraftValidationSettings": 176,
+    "KSampler": 272,
+    "LoraLoaderModelOnly": 116,
+    "LoraModelLoader": 136,
+    "PreviewImage": 440,
+    "SaveImage": 460,
+    "VAEDecode": 62,
 }
-"""Room for what a node shows while it runs: text, chart, pictures."""
-COLORS = ("#3f789e", "#8A8", "#b58b2a", "#a1309b", "#88A")
+"""Pixels of a node's body, before a run, where it is tallest: mostly in Nodes 2.0 of ComfyUI 0.33. Nodes that
+show images have room for them. `tests/browser/test_templates.py` says where one has become too small."""
+REPORT, SAMPLES = 104, 90
+"""Pixels that a report takes below a node that has run, and the newest sample images in Train Steps."""
+SILENT = (
+    "GraftLoadBaseModel",
+    "GraftSplitDataset",
+    "GraftLossPlot",
+    "GraftSamplePrompts",
+    "GraftCheckpointGrid",
+)
+"""Nodes of Graft that report nothing, beside those of settings."""
+TALLEST = 660
+"""Pixels of a column of nodes; a taller one goes on beside itself."""
+COLORS = ("#8cc8f0", "#a5dba5", "#f0cd78", "#e6a0f0", "#b9b9f5")
+"""Light, as a group's title is drawn in its color."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +215,7 @@ LAYOUTS = {
     "first_lora": Layout(
         FIRST_LORA,
         (
-            ("1  Base model and pictures", ((1, 2),)),
+            ("1  Base model and images", ((1, 2),)),
             ("2  What to train", ((3, 4),)),
             ("3  Train and save", ((5, 6),)),
             ("4  Draw with it", ((7, 8, 9), (10, 11), (12,))),
@@ -186,7 +224,7 @@ LAYOUTS = {
     "sdxl_character": Layout(
         SDXL_CHARACTER,
         (
-            ("1  Base model and pictures", ((1, 2), (3, 4))),
+            ("1  Base model and images", ((1, 2), (3, 4))),
             ("2  How to train", ((5,), (6,), (7,))),
             ("3  Train and save", ((8, 9), (10, 11))),
             ("4  Draw with it", ((12, 13, 14), (15, 16), (17,))),
@@ -195,7 +233,7 @@ LAYOUTS = {
     "sd35_style": Layout(
         SD35_STYLE,
         (
-            ("1  Base model and pictures", ((1, 2), (3, 4))),
+            ("1  Base model and images", ((1, 2), (3, 4))),
             ("2  How to train", ((5, 6), (7,))),
             ("3  Train, measure and save", ((8, 9), (10, 11))),
             ("4  Draw with it", ((12, 13, 14), (16, 17), (18,))),
@@ -204,7 +242,7 @@ LAYOUTS = {
     "flux_12gb": Layout(
         FLUX_12GB,
         (
-            ("1  Base model and pictures", ((1, 2), (3, 4))),
+            ("1  Base model and images", ((1, 2), (3, 4))),
             ("2  How to train in 12 GB", ((5, 6),)),
             ("3  Train and save", ((7, 8),)),
             ("4  Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
@@ -213,7 +251,7 @@ LAYOUTS = {
     "schnell_assistant": Layout(
         SCHNELL_ASSISTANT,
         (
-            ("1  Base model, assistant and pictures", ((1, 2), (3, 4))),
+            ("1  Base model, assistant and images", ((1, 2), (3, 4))),
             ("2  Train on the MODEL with the assistant", ((5, 6), (7, 8))),
             ("3  Draw without the assistant", ((9, 10, 11, 12), (14, 15), (16,))),
         ),
@@ -221,7 +259,7 @@ LAYOUTS = {
     "resume": Layout(
         RESUME,
         (
-            ("1  Base model and pictures, as before", ((1, 2), (3,))),
+            ("1  Base model and images, as before", ((1, 2), (3,))),
             ("2  Where to go on, and how far", ((4, 5),)),
             ("3  Keep", ((6, 7),)),
             ("4  Draw with it", ((8, 9, 10), (11, 12), (13,))),
@@ -230,7 +268,7 @@ LAYOUTS = {
     "compare_two_loras": Layout(
         COMPARE,
         (
-            ("1  Base model and pictures", ((1, 2), (3, 5), (4,))),
+            ("1  Base model and images", ((1, 2), (3, 5), (4,))),
             ("2  Rank 8", ((6, 7), (8, 9))),
             ("3  Rank 64", ((10, 11), (12, 13))),
         ),
@@ -238,7 +276,7 @@ LAYOUTS = {
     "train_sample_train": Layout(
         TRAIN_SAMPLE_TRAIN,
         (
-            ("1  Base model and pictures", ((1, 2), (3, 4, 5))),
+            ("1  Base model and images", ((1, 2), (3, 4, 5))),
             ("2  First part", ((6,), (7, 8, 9), (10, 11), (12,))),
             ("3  Second part", ((13, 17), (14, 15), (16,))),
         ),
@@ -248,7 +286,7 @@ LAYOUTS = {
         (
             ("1  Draw with a merged LoRA", ((1, 2), (3, 4, 5), (6, 7), (8,))),
             ("2  Into a checkpoint", ((9,),)),
-            ("3  Out of two checkpoints", ((10,),)),
+            ("3  From two checkpoints", ((10,),)),
             ("4  LoRA files", ((11, 12),)),
         ),
     ),
@@ -350,7 +388,7 @@ def editor_form(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any])
         "links": links,
         "groups": groups,
         "config": {},
-        "extra": {"ds": {"scale": 0.72, "offset": [130, 200]}},
+        "extra": {"ds": {"scale": 0.6, "offset": [60, 120]}},
         "version": 0.4,
     }
 
@@ -374,13 +412,13 @@ def _node(node_id: int, entry: dict[str, Any], schema: dict[str, Any]) -> dict[s
         for name, kind in zip(schema["output_name"], schema["output"])
     ]
     lines = sum(bool(spec[1].get("multiline")) for _, spec, _ in _inputs(schema) if len(spec) > 1)
-    height = 20 * max(len(sockets), len(outputs)) + 24 * len(values) + 56 * lines + 20
+    height = 20 * max(len(sockets), len(outputs)) + 28 * len(values) + 80 * lines + 80  # of those not listed
     ours = schema["name"].startswith("Graft")
     return {
         "id": node_id,
         "type": schema["name"],
         "pos": [0, 0],
-        "size": [WIDTHS.get(schema["name"], 320), height + TALLER.get(schema["name"], 0)],
+        "size": [WIDTHS.get(schema["name"], 320), HEIGHTS.get(schema["name"], height)],
         "flags": {},
         "order": 0,
         "mode": 0,
@@ -411,32 +449,78 @@ def _inputs(schema: dict[str, Any]) -> list[tuple[str, list[Any], bool]]:
 
 
 def _place(nodes: dict[int, dict[str, Any]], layout: Layout) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Put the nodes in columns, frame the groups, and return the groups and the note, which stands first."""
-    width, x, groups = 440, 0, []
+    """Put the nodes in two rows of groups, and return the groups and the note, which stands first."""
+    groups = [(title, _split(nodes, columns)) for title, columns in layout.groups]
+    widths = [_width(nodes, columns) for _, columns in groups]
     note = {
-        "id": max(nodes) + 1, "type": "MarkdownNote", "pos": [x, HEADER + TITLE], "size": [width, 520],
-        "flags": {},
+        "id": max(nodes) + 1, "type": "MarkdownNote", "pos": [0, TITLE], "size": [NOTE, 0], "flags": {},
         "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": "Read me", "properties": {},
-        "widgets_values": [layout.note], "color": "#432", "bgcolor": "#653",
+        "widgets_values": [layout.note], "color": "#2b2f36", "bgcolor": "#353a42",
     }  # fmt: skip
-    x += width + GAP
-    for index, (title, columns) in enumerate(layout.groups):
-        left, bottom = x, 0
-        x += MARGIN
+    splits = range(1, len(groups) + 1)
+    longest = {n: max(NOTE + GAP + _row(widths[:n]), _row(widths[n:])) for n in splits}
+    first = min(splits, key=lambda n: (longest[n], -n))
+    framed, height = _place_row(nodes, groups[:first], NOTE + GAP, 0)
+    framed += _place_row(nodes, groups[first:], 0, height + GAP)[0]
+    note["size"] = [NOTE, height - TITLE]
+    for index, group in enumerate(framed):
+        group |= {"id": index + 1, "color": COLORS[index % len(COLORS)], "font_size": 26, "flags": {}}
+    return framed, note
+
+
+NOTE = 460
+Columns = tuple[tuple[int, ...], ...]
+
+
+def _split(nodes: dict[int, dict[str, Any]], columns: Columns) -> Columns:
+    """Return the columns of a group, those that are too tall in two or more."""
+    found: list[tuple[int, ...]] = []
+    for column in columns:
+        filled: tuple[int, ...] = ()
+        for key in column:
+            if filled and sum(_space(nodes[k]) for k in (*filled, key)) > TALLEST:
+                found.append(filled)
+                filled = ()
+            filled += (key,)
+        found.append(filled)
+    return tuple(found)
+
+
+def _space(node: dict[str, Any]) -> int:
+    """Return the height that a node takes up in its column, once it has run."""
+    kind = node["type"]
+    reports = kind.startswith("Graft") and not kind.endswith("Settings") and kind not in SILENT
+    return int(node["size"][1] + TITLE + MARGIN + REPORT * reports + SAMPLES * (kind == "GraftTrainSteps"))
+
+
+def _width(nodes: dict[int, dict[str, Any]], columns: Columns) -> int:
+    return 2 * MARGIN - GAP + sum(GAP + max(nodes[key]["size"][0] for key in column) for column in columns)
+
+
+def _row(widths: list[int]) -> int:
+    return sum(widths) + GAP * max(0, len(widths) - 1)
+
+
+def _place_row(
+    nodes: dict[int, dict[str, Any]], groups: list[tuple[str, Columns]], x: int, top: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Put groups beside one another from `x` on, and return them and the row's height."""
+    height = HEADER + max(
+        (sum(_space(nodes[key]) for key in column) for _, columns in groups for column in columns), default=0
+    )
+    framed = []
+    for title, columns in groups:
+        width = _width(nodes, columns)
+        framed.append({"title": title, "bounding": [x, top, width, height]})
+        left = x + MARGIN
         for column in columns:
-            y = HEADER + TITLE
+            y = top + HEADER + TITLE
             for key in column:
-                nodes[key]["pos"] = [x, y]
-                y += nodes[key]["size"][1] + TITLE + MARGIN
-            bottom = max(bottom, y - TITLE)
-            x += max(nodes[key]["size"][0] for key in column) + GAP
-        x += MARGIN - GAP
-        groups.append(
-            {"id": index + 1, "title": title, "bounding": [left, 0, x - left, bottom],
-             "color": COLORS[index % len(COLORS)], "font_size": 24, "flags": {}}
-        )  # fmt: skip
-        x += GAP
-    return groups, note
+                nodes[key]["pos"] = [left, y]
+                y += _space(nodes[key])
+            left += max(nodes[key]["size"][0] for key in column) + GAP
+        x += width + GAP
+    return framed, height
 
 
 def _in_order(nodes: dict[int, dict[str, Any]], links: list[list[Any]]) -> list[dict[str, Any]]:

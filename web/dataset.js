@@ -22,7 +22,9 @@ export function addImages(node) {
     if (!load) return rememberSet(node)
     acceptDrops(node, open)
     const leaveOut = node.widgets.find(({ name }) => name === "leave_out")
-    if (leaveOut) leaveOut.hidden = true // the images have buttons for it
+    if (!leaveOut) return
+    leaveOut.hidden = true // the images have buttons for it
+    leaveOut.computeLayoutSize = () => ({ minHeight: 0, maxHeight: 0, minWidth: 0 })
 }
 
 /** Let files be dropped on the node, in both renderings. */

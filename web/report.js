@@ -3,7 +3,8 @@
 const LINE = 14
 const LETTER = 6.7
 const MARGINS = 28
-const MOST_LINES = { table: 8, words: 4 }
+/** Lines that a node makes room for; the others scroll, unless the node is made larger. */
+const MOST_LINES = 5
 
 export class Report {
     constructor(node) {
@@ -19,7 +20,7 @@ export class Report {
         this.element.value = text
         // Nodes 2.0 gives the free height of a node to elements of the class widget-expands.
         this.element.className = text ? "comfy-multiline-input widget-expands" : "comfy-multiline-input"
-        this.table = / {2}/.test(text) // columns
+        this.table = /\S {2,}\S/.test(text) // columns
         if (text && this.minHeight < this.maxHeight) this.element.dataset.captureWheel = "true" // Nodes 2.0: it scrolls
         else delete this.element.dataset.captureWheel
         Object.assign(this.element.style, {
@@ -33,7 +34,7 @@ export class Report {
 
     /** Height in pixels for the first lines, and for all lines; 0 without a text. */
     get minHeight() {
-        return this.#height(Math.min(this.table ? MOST_LINES.table : MOST_LINES.words, this.#lines))
+        return this.#height(Math.min(MOST_LINES, this.#lines))
     }
 
     get maxHeight() {
