@@ -255,9 +255,7 @@ def _list(root: Path, relative: str, check: Callable[[], None], config: DatasetC
                     files.append(entry.name)
     except OSError as error:
         bad.append(Skipped(relative or root.name, f"the folder cannot be read ({error.strerror or error})"))
-    return _Folder(
-        relative, frozenset(files), tuple(bad), tuple(sorted(below)), leave_out=config.leave_out
-    )
+    return _Folder(relative, frozenset(files), tuple(bad), tuple(sorted(below)), leave_out=config.leave_out)
 
 
 def _with_clips(folder: _Folder, config: DatasetConfig) -> _Folder:
