@@ -33,6 +33,7 @@ from .optimizer_settings import OptimizerSettingsNode
 from .plots import CheckpointGrid, LossPlot
 from .sample_prompts import SamplePromptsNode
 from .save_and_load import LoadTrainingState, SaveLora, SaveTrainingState
+from .slider import SliderFromPairs, SliderFromWords
 from .train import TrainSteps
 from .validation_settings import ValidationSettings
 from .video_dataset import DatasetFromVideos
@@ -45,6 +46,8 @@ ALL_NODES = [
     DatasetFromVideos,
     DatasetSettingsNode,
     JoinDatasets,
+    SliderFromWords,
+    SliderFromPairs,
     PreviewDataset,
     EncodeDataset,
     SplitDataset,

@@ -9,15 +9,17 @@ from comfy_api.latest import io
 from ..training.adapters.select import select
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.progress import progress_bar
-from ..training.config import AdapterConfig, MemoryConfig, TrainConfig
+from ..training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
 from ..training.memory.plan import every_plan
 from ..training.memory.plan_table import tabulate_plans
+from ..training.objective.parts import with_largest_parts
 from ..training.run.saved_state import StateHandle
 from ..training.validation import validation_loss
 from .node import Node
 from .sockets import (
     Dataset,
     Memory,
+    Objective,
     Optimizer,
     OptimizerSettings,
     require_encoded,
@@ -80,6 +82,9 @@ class MemoryPlan(Node):
                 ),
                 Memory.Input("memory_settings", optional=True, tooltip="Precision and budget count here."),
                 io.Clip.Input("clip", optional=True, tooltip="CLIP, if the LoRA trains the text encoders."),
+                Objective.Input(
+                    "objective_settings", optional=True, tooltip="Preservation takes passes of its own."
+                ),
             ],
             outputs=[io.String.Output("plan")],
         )
@@ -94,6 +99,7 @@ class MemoryPlan(Node):
         optimizer_settings: OptimizerSettings | None = None,
         memory_settings: MemoryConfig | None = None,
         clip: Any = None,
+        objective_settings: ObjectiveConfig | None = None,
     ) -> io.NodeOutput:
         adapter = start.adapter if isinstance(start, StateHandle) else start
         chosen = optimizer_settings or OptimizerSettings()
@@ -103,12 +109,12 @@ class MemoryPlan(Node):
             adapter=adapter,
             optimizer=chosen.optimizer,
             schedule=chosen.schedule,
+            objective=objective_settings or ObjectiveConfig(),
             memory=memory_settings or MemoryConfig(),
             ema=chosen.ema,
         )
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         adapted = select(denoiser.specs, denoiser.family, adapter)
-        text = tabulate_plans(
-            denoiser, adapted, config, require_encoded(dataset).largest_batch(batch_size), every_plan()
-        )
+        batch = with_largest_parts(require_encoded(dataset).largest_batch(batch_size), config.objective)
+        text = tabulate_plans(denoiser, adapted, config, batch, every_plan())
         return io.NodeOutput(text, ui={"text": [text]})

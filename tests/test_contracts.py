@@ -139,7 +139,7 @@ def test_a_lora_file_has_the_digest_that_merges_know_it_by():
 def test_cached_pictures_are_found_again(kept):
     encoder = FakeEncoder()
     data = make.encoded(HERE / "pictures", kept, encoder)
-    assert encoder.calls == (0, 0) and make.known(FOLDER, data)["datasets"] == KNOWN["datasets"]
+    assert found_again(encoder) and make.known(FOLDER, data)["datasets"] == KNOWN["datasets"]
 
 
 def test_a_graph_has_the_settings_that_its_runs_are_known_by():
@@ -150,6 +150,11 @@ def test_a_graph_has_the_settings_that_its_runs_are_known_by():
 def test_a_job_asks_for_the_same_graph():
     job = json.loads((HERE / "job.json").read_text(encoding="utf-8"))
     assert json.loads(json.dumps(make.plain(read_job(HERE / "job.yaml")))) == job
+
+
+def found_again(encoder):
+    """Whether everything was in the cache. One that earlier versions wrote may lack the empty caption."""
+    return not encoder.images and set(encoder.texts) <= {""}
 
 
 # A new setting at its default leaves every key as it was
@@ -217,7 +222,7 @@ def test_another_value_of_a_new_setting_is_another_run(path):
 def test_a_new_setting_of_pictures_at_its_default_leaves_them_as_they_were(path, kept):
     config, encoder = with_newer(PICTURES, path), FakeEncoder()
     data = cache.encode(join([scan(HERE / "pictures", c) for c in (config, make.PLAIN)]), encoder, kept)
-    assert encoder.calls == (0, 0) and data.fingerprint == KNOWN["datasets"][0]
+    assert found_again(encoder) and data.fingerprint == KNOWN["datasets"][0]
     before = fingerprint(HERE / "pictures", PICTURES)
     assert fingerprint(HERE / "pictures", config) == before
     assert fingerprint(HERE / "pictures", with_newer(PICTURES, path, newer=4)) != before
@@ -229,7 +234,7 @@ def test_a_new_part_of_a_key_counts_at_other_values_alone(module, name, kept, mo
     monkeypatch.setattr(module, name, kind)
     encoder = FakeEncoder()
     assert make.encoded(HERE / "pictures", kept, encoder).fingerprint == KNOWN["datasets"][0]
-    assert encoder.calls == (0, 0)
+    assert found_again(encoder)
     monkeypatch.setattr(module, name, lambda *values: kind(*values, newer=4))
     assert make.encoded(HERE / "pictures", kept, encoder).fingerprint != KNOWN["datasets"][0]
 

@@ -38,13 +38,14 @@ CHOICES = {
     "ema_decay": (0.0, 0.9),
     "min_noise": (0.0, 0.3),
     "max_noise": (1.0, 0.7),
+    "preservation": (0.0, 1.0),
 }
 """Every setting that decides about others -> all of its values."""
 OTHER = {
     "floor": 0.5, "cycles": 2, "power": 3.0, "d_coef": 3.0, "beta1": 0.5, "beta2": 0.7, "eps": 0.1,
     "ema_power": 0.3, "shift": 4.0, "mean": 1.0, "std": 0.4, "mode_scale": 0.5, "huber_delta": 0.7,
     "min_snr_gamma": 0.5, "factor": 2, "decompose_both": True, "full_matrix": True, "rank": 2, "alpha": 7.0,
-    "rslora": True, "rank_dropout": 0.5, "noise_range": "cut",
+    "rslora": True, "rank_dropout": 0.5, "noise_range": "cut", "preservation_share": 0.5,
 }  # fmt: skip
 """Every setting of the table -> a value that is not its default."""
 BASE = {"rank": 1, "alpha": 0.0, "targets": "linear", "total_steps": 4}

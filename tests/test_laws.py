@@ -148,7 +148,7 @@ def test_checkpointing_leaves_the_training_unchanged():
     assert_same(run(steps=3, config=dataclasses.replace(CONFIG, memory=memory)), run(steps=3))
 
 
-def by_image(denoiser, batch, config, *, seed, index):
+def by_image(denoiser, batch, config, *, seed, index, compute):
     """The loss with draws that depend on the image alone, so that batches can be cut in different ways."""
     images = [int(name[0]) for name in batch.names]
     noise = [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(50 + image)) for image in images]

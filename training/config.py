@@ -558,6 +558,21 @@ class ObjectiveConfig:
         low=-1,
         high=100,
     )
+    # ostris/ai-toolkit, "differential output preservation"; OneTrainer, "prior prediction".
+    preservation: float = setting(
+        0.0,
+        "Preservation: weight of a loss that keeps the model as it is for captions with the class word in "
+        "place of the trigger (Dataset Settings), or empty ones. 0 turns it off, 1 is usual.",
+        high=1000,
+        added=True,
+    )
+    preservation_share: float = setting(
+        1.0,
+        "Share of the steps with preservation, which then counts that much more: 0.5 halves its cost.",
+        low=0.01,
+        high=1,
+        added=True,
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -602,6 +617,14 @@ class ObjectiveConfig:
         require(
             0 < self.differential_guidance <= 100,
             f"differential_guidance must be above 0, got {self.differential_guidance}; 1 is off, 3 is usual.",
+        )
+        require(
+            0 <= self.preservation <= 1000,
+            f"preservation must be 0 (off) to 1000, got {self.preservation}; 1 is usual.",
+        )
+        require(
+            0.01 <= self.preservation_share <= 1,
+            f"preservation_share must be 0.01 to 1, got {self.preservation_share}; 1 is every step.",
         )
         require(
             self.guidance >= 0 or self.guidance == -1,

@@ -65,6 +65,7 @@ INEFFECTIVE = (
     Ineffective(("noise_range",), {"min_noise": (0.0,), "max_noise": (1.0,)}),
     Ineffective(("huber_delta",), {"loss": other_than("huber", "pseudo-huber")}),
     Ineffective(("min_snr_gamma",), {"weighting": other_than("min-snr")}),
+    Ineffective(("preservation_share",), {"preservation": (0.0,)}),
     Ineffective(("factor", "decompose_both", "full_matrix"), {"algorithm": other_than("lokr")}),
     Ineffective(("decompose_both",), {"full_matrix": (True,)}),
     Ineffective(

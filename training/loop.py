@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from . import distributed
 from .adapters.build import build_adapters, draws, initialize, named_parameters, needs_base
 from .adapters.select import select
+from .adapters.strength import at_strength
 from .config import AdapterConfig, TrainConfig, ValidationConfig, digest
 from .live_state import LiveState
 from .memory.device_memory import bytes_in_use, peak_bytes, reset_peak
@@ -24,8 +26,10 @@ from .memory.plan import agree_on_plans, budget_of, is_limit_hard
 from .memory.precision import compute_dtype
 from .memory.sharding import SHARDED, require_equal_shares, require_processes
 from .memory.weight_store import UNPLACED
-from .model import Batch, Dataset, Denoiser, Samples
+from .model import Batch, Captioned, Dataset, Denoiser, Samples
 from .objective.loss import check_sampling, draw_loss
+from .objective.parts import parts_of, with_largest_parts
+from .objective.preservation import is_due
 from .optimizer.gradient_check import GradientCheck
 from .optimizer.schedule import multiplier
 from .state import TrainState, best_step
@@ -207,17 +211,41 @@ def backward(
     total, images = 0.0, 0
     for micro in range(distributed.rank(), config.gradient_accumulation, distributed.world()):
         index = step * config.gradient_accumulation + micro
-        batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
-        with draws(config.seed, index):
-            loss, sigma = draw_loss(denoiser, batch, config.objective, seed=config.seed, index=index)
-            share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
-            (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
-        value = loss.item()  # only now: reading it earlier makes the CPU wait before the backward pass
+        batch = draw_batch(dataset, config, index)
+        share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
+        losses = []
+        for part in parts_of(batch, config.objective):
+            with draws(config.seed, index), at_strength(part.strength):
+                loss, sigma = draw_loss(
+                    denoiser,
+                    batch,
+                    config.objective,
+                    seed=config.seed,
+                    index=index,
+                    compute=part.compute,
+                )
+                loss = loss * part.weight
+                (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        value = sum(
+            losses[1:], losses[0]
+        ).item()  # only now: earlier, the CPU would wait before a backward pass
         if not math.isfinite(value):
             raise NotFiniteError(_not_finite(batch, sigma, step))
         total += value * len(batch.latents)
         images += len(batch.latents)
     return total, images
+
+
+def draw_batch(dataset: Dataset, config: TrainConfig, index: int) -> Batch:
+    """Return micro-batch `index`, with the captions to preserve where that is due."""
+    batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
+    if not is_due(config.objective, index):
+        return batch
+    captioned = cast(Captioned, dataset)
+    return replace(
+        batch, preserved=captioned.preserved_captions(config.batch_size, seed=config.seed, index=index)
+    )
 
 
 @torch.no_grad()
@@ -317,7 +345,7 @@ def epochs(dataset: Dataset, config: TrainConfig, step: int) -> float | None:
 def largest_batch(dataset: Dataset, config: TrainConfig) -> Batch | None:
     """Return a batch of the largest size, for which memory is planned; None if `dataset` does not know."""
     largest = getattr(dataset, "largest_batch", None)
-    return largest(config.batch_size) if largest else None
+    return with_largest_parts(largest(config.batch_size), config.objective) if largest else None
 
 
 class Clock:

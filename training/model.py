@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,25 @@ def count_positions(shapes: Iterable[Sequence[int]]) -> int:
 
 
 @dataclass(frozen=True)
+class Captions:
+    """One caption a sample."""
+
+    conditioning: Sequence[Conditioning]
+    texts: Sequence[str] = ()
+    """As the text encoder is given them: for runs that train the text encoder."""
+
+
+@dataclass(frozen=True)
+class SliderTexts:
+    """The two ends of a slider from words, what it changes, and how far it goes."""
+
+    positive: Captions
+    negative: Captions
+    neutral: Captions
+    guidance: float
+
+
+@dataclass(frozen=True)
 class Batch:
     """Samples of one bucket, as they enter a training step."""
 
@@ -65,6 +84,16 @@ class Batch:
     is."""
     captions: Sequence[str] = ()
     """One a sample, as the text encoder is given it: for runs that train the text encoder."""
+    preserved: Captions | None = None
+    """Where preservation is due: the captions at which the LoRA is held to the base."""
+    slider: SliderTexts | None = None
+    """For a slider from words: what it is between."""
+    opposite: Batch | None = None
+    """For a slider from pairs: the other end, which the LoRA learns at strength -1."""
+
+    def with_captions(self, captions: Captions) -> Batch:
+        """Return the batch with other captions in place of its own."""
+        return replace(self, conditioning=captions.conditioning, captions=captions.texts)
 
 
 class Dataset(Protocol):
@@ -75,6 +104,15 @@ class Dataset(Protocol):
 
     def batch(self, size: int, *, seed: int, index: int) -> Batch:
         """Return micro-batch number `index` (counted from the first step of the run, over all ranks)."""
+        ...
+
+
+class Captioned(Protocol):
+    """A Dataset for runs with preservation."""
+
+    def preserved_captions(self, size: int, *, seed: int, index: int) -> Captions:
+        """Return the captions of micro-batch `index` without what is learned: the class word in place of the
+        trigger, or empty."""
         ...
 
 

@@ -177,7 +177,7 @@ def test_captions_vary_although_their_conditioning_is_cached(tmp_path):
     config = replace(SMALL, caption=CaptionConfig(tag_dropout=0.5, variations=6))
     found = encode(scan(tmp_path / "set", config), encoder := FakeEncoder(), tmp_path / "cache")
     shown = {str(batch.conditioning[0]["cross_attn"]) for batch in all_batches(found, epochs=60)}
-    assert len(shown) == len(encoder.texts) > 3
+    assert len(shown) == len(set(encoder.texts) - {""}) > 3
 
 
 def test_caption_dropout_shows_the_empty_caption_its_share_of_the_time(tmp_path):
@@ -271,6 +271,31 @@ def test_regularisation_images_come_with_their_own_weight(tmp_path):
     for batch in all_batches(found, 5, epochs=2):
         weights |= dict(zip(batch.names, batch.weights.tolist(), strict=True))
     assert weights == {"a.png": 1, "b.png": 1, "c.png": 1, "d.png": 1, "x.png": 0.25}
+
+
+def test_what_is_preserved_goes_with_the_captions_of_its_batch(tmp_path):
+    for name in "abcd":
+        add(tmp_path / "mine", f"{name}.png", f"[trigger] {name}")
+    add(tmp_path / "class", "x.png", "eeee")
+    rules = CaptionConfig(trigger="sks", class_word="hh", dropout=0.5)
+    mine = scan(tmp_path / "mine", replace(SMALL, caption=rules))
+    general = scan(tmp_path / "class", replace(SMALL, regularisation=True))
+    found = encode(join([mine, general]), FakeEncoder(), tmp_path / "cache")
+    expected = {**{f"{name}.png": f"hh {name}" for name in "abcd"}, "x.png": "eeee"}
+    for index in range(6):
+        names = found.batch(2, seed=3, index=index).names
+        preserved = found.preserved_captions(2, seed=3, index=index)
+        assert list(preserved.texts) == [expected[name] for name in names]
+        for conditioning, text in zip(preserved.conditioning, preserved.texts, strict=True):
+            assert torch.equal(conditioning["cross_attn"], FakeEncoder().encode_text(text)["cross_attn"])
+
+
+def test_a_class_word_makes_another_dataset_and_its_captions_count_as_the_longest(tmp_path):
+    rules = CaptionConfig(trigger="sks", class_word="h" * 9)
+    plain = dataset(tmp_path, replace(SMALL, caption=replace(rules, class_word="")), a=(64, 64))
+    found = dataset(tmp_path, replace(SMALL, caption=rules), a=(64, 64))
+    assert found.fingerprint != plain.fingerprint
+    assert not plain.preserved_captions(1, seed=0, index=0).texts[0]
 
 
 def test_the_trigger_word_is_the_first_that_a_folder_has(tmp_path):

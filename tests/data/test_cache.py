@@ -54,10 +54,10 @@ def calls(folder, tmp_path):
     return run
 
 
-def test_equal_captions_are_encoded_once(folder, tmp_path):
+def test_equal_captions_are_encoded_once_and_the_empty_one_always(folder, tmp_path):
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")
-    assert encoder.calls == (4, 3)
+    assert encoder.calls == (4, 4) and encoder.texts.count("") == 1
 
 
 def test_a_second_run_encodes_nothing_and_does_not_open_the_images(calls, folder, monkeypatch):
@@ -95,15 +95,26 @@ def test_an_edit_encodes_again_exactly_what_it_must(calls, folder, edit, expecte
     "config, expected",
     [
         (replace(SMALL, caption=CaptionConfig(trigger="sks")), (0, 3)),
-        (replace(SMALL, caption=CaptionConfig(dropout=0.1)), (0, 1)),
+        (replace(SMALL, caption=CaptionConfig(dropout=0.1)), (0, 0)),
+        (replace(SMALL, caption=CaptionConfig(trigger="caption", class_word="dog")), (0, 3)),
         (replace(SMALL, bucket=BucketConfig(resolutions=(32,))), (4, 0)),
         (replace(SMALL, bucket=BucketConfig(resolutions=(64, 32))), (4, 0)),
         (replace(SMALL, augment=AugmentConfig(flip=True)), (4, 0)),
         (replace(SMALL, augment=AugmentConfig(brightness=0.2, variations=3)), (12, 0)),
         (replace(SMALL, repeats=5, weight=0.5, background="#000000", mask=MaskConfig(outside=0.3)), (0, 0)),
-        (replace(SMALL, dtype="fp32"), (4, 3)),
+        (replace(SMALL, dtype="fp32"), (4, 4)),
     ],
-    ids=["trigger", "dropout", "resolution", "one more", "flip", "jitter", "irrelevant", "dtype"],
+    ids=[
+        "trigger",
+        "dropout",
+        "class word",
+        "resolution",
+        "one more",
+        "flip",
+        "jitter",
+        "irrelevant",
+        "dtype",
+    ],
 )
 def test_a_setting_encodes_again_exactly_what_it_must(calls, config, expected):
     assert calls(config) == expected and calls(config) == (0, 0) and calls() == (0, 0)
@@ -111,7 +122,7 @@ def test_a_setting_encodes_again_exactly_what_it_must(calls, config, expected):
 
 def test_another_vae_or_text_encoder_encodes_its_own_half(calls):
     assert calls(encoder=FakeEncoder(image_fingerprint="other")) == (4, 0)
-    assert calls(encoder=FakeEncoder(text_fingerprint="other")) == (0, 3)
+    assert calls(encoder=FakeEncoder(text_fingerprint="other")) == (0, 4)
 
 
 def test_the_background_matters_to_transparent_images_only(calls, folder):
@@ -120,7 +131,7 @@ def test_the_background_matters_to_transparent_images_only(calls, folder):
 
 
 def test_encoding_can_be_forced(calls):
-    assert calls(recache=True) == (4, 3) and calls() == (0, 0)
+    assert calls(recache=True) == (4, 4) and calls() == (0, 0)
 
 
 def test_another_folder_with_the_same_pictures_shares_the_cache(calls, folder, tmp_path):
@@ -153,7 +164,7 @@ def test_a_killed_run_continues_where_it_was(folder, tmp_path):
         encode(scan(folder, SMALL), Killed(), tmp_path / "cache")
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")
-    assert encoder.calls == (2, 3)
+    assert encoder.calls == (2, 4)
 
 
 KILLED = """
@@ -175,7 +186,7 @@ def test_a_process_that_was_killed_leaves_whole_entries_only(folder, tmp_path):
     assert subprocess.run(command, timeout=120).returncode == 9
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")
-    assert encoder.calls == (2, 3)
+    assert encoder.calls == (2, 4)
 
 
 def test_cancelling_stops_before_the_next_image(folder, tmp_path):
@@ -315,20 +326,20 @@ def test_an_image_without_a_bucket_is_named(tmp_path):
 
 def test_the_cache_says_how_large_it_is_and_is_cleaned_on_request(calls, tmp_path):
     store = Store(tmp_path / "cache")
-    assert store.report().files == 7 and store.report().bytes > 0 and "7 files" in str(store.report())
+    assert store.report().files == 8 and store.report().bytes > 0 and "8 files" in str(store.report())
     old = sorted((tmp_path / "cache/text").rglob("*.safetensors"))[0]
     os.utime(old, (1e9, 1e9))
     (old.parent / "half.tmp").touch()
     os.utime(old.parent / "half.tmp", (1e9, 1e9))
     assert store.clean(unused_days=30).files == 2 and calls() == (0, 1)
-    assert store.clean(unused_days=0).files == 7 and store.report().files == 0
+    assert store.clean(unused_days=0).files == 8 and store.report().files == 0
 
 
 def test_the_command_cleans_and_says_what_is_left(calls, tmp_path, capsys):
     old = sorted((tmp_path / "cache/text").rglob("*.safetensors"))[0]
     os.utime(old, (1e9, 1e9))
     assert main(["clean", str(tmp_path / "cache")]) == 0 and not old.exists()
-    assert re.match(r"removed 1 files, .* MB; 6 files, .* MB are left", capsys.readouterr().out)
+    assert re.match(r"removed 1 files, .* MB; 7 files, .* MB are left", capsys.readouterr().out)
     assert main(["clean", str(tmp_path / "nowhere")]) == 2 and "no such folder" in capsys.readouterr().err
 
 
@@ -353,4 +364,4 @@ def test_all_images_of_several_folders_come_before_all_captions(folder, tmp_path
         on_progress=lambda d, t, m: order.append(m),
     )
     assert order.index("Encoding captions") > max(i for i, m in enumerate(order) if m == "Encoding images")
-    assert encoder.calls == (5, 4)
+    assert encoder.calls == (5, 5)

@@ -3,7 +3,7 @@
 import pytest
 
 from graft.training.data import CaptionConfig, DatasetConfig
-from graft.training.data.caption import variations
+from graft.training.data.caption import preserved_texts, variations
 
 TAGS = "cat, red hat, blue sky, bad quality, grass"
 
@@ -40,6 +40,39 @@ def test_brackets_are_escaped_once(caption):
 
 def test_regularisation_images_never_get_the_trigger():
     assert texts("a photo of a [trigger] , cat", trigger="sks", regularisation=True) == ["a photo of a , cat"]
+
+
+@pytest.mark.parametrize(
+    ("caption", "preserved"),
+    [
+        ("a photo of [trigger] outside", "a photo of dog outside"),
+        ("a photo of SKS outside, sks", "a photo of dog outside, dog"),
+        ("grass", "dog, grass"),
+        ("two [trigger]s and flasks", "two dogs and flasks"),
+        ("", "dog"),
+    ],
+)
+def test_the_class_word_takes_the_place_of_the_trigger_in_what_is_preserved(caption, preserved):
+    rules = CaptionConfig(trigger="sks", class_word="dog")
+    [(text, other)] = preserved_texts((caption,), DatasetConfig(caption=rules)).items()
+    assert [text] == texts(caption, trigger="sks") and other == preserved
+
+
+def test_what_is_preserved_varies_with_its_caption_and_has_its_prefix_and_suffix():
+    rules = CaptionConfig(
+        trigger="sks (a)", class_word="dog", prefix="an sks (a)", suffix=r"best \(x\)", shuffle=True
+    )
+    pairs = preserved_texts((TAGS,), DatasetConfig(caption=rules))
+    assert len(pairs) > 3
+    assert all(text.replace(r"sks \(a\)", "dog") == other != text for text, other in pairs.items())
+
+
+def test_without_a_class_word_what_is_preserved_is_empty_and_a_regularisation_image_stays():
+    for rules in ({"trigger": "sks"}, {"class_word": "dog"}, {}):
+        config = DatasetConfig(caption=CaptionConfig(**rules))
+        assert list(preserved_texts(("a", "b"), config).values()) == ["", ""]
+    config = DatasetConfig(caption=CaptionConfig(trigger="sks", class_word="dog"), regularisation=True)
+    assert preserved_texts(("a [trigger] cat",), config) == {"a cat": "a cat"}
 
 
 def test_prefix_and_suffix_go_around_the_caption():

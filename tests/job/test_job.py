@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import graft
-from graft.tests.support.jobs import DDPM, ERIDIFFUSION, NEEDED, document, put
+from graft.tests.support.jobs import DDPM, ERIDIFFUSION, NEEDED, WORDS, document, put
 from graft.training.config import ObjectiveConfig, from_dict
 from graft.training.family import architectures
 from graft.training.files.lora.diffusers import FILE_FORMATS
@@ -30,6 +30,7 @@ SAME = "the graph is the one without the key"
 """Expected of a value that asks for what Graft does anyway; any other is then in REFUSED."""
 
 
+DOG = {"dataset_settings.class_word": "dog"}
 HONORED = {
     "job": ("extension", SAME),
     "meta.name": ("[name]", {"document.meta": {"name": "mine"}}),
@@ -106,8 +107,11 @@ HONORED = {
     "train.timestep_type": ("sigmoid", {"objective.sigmas": "sigmoid", "objective.shift": 1.0}),
     "train.content_or_style": ("style", {"objective.bias": -math.log2(3)}),
     "train.switch_boundary_every": (1, SAME),
-    "train.diff_output_preservation": (False, SAME),
-    "train.blank_prompt_preservation": (False, SAME),
+    "train.diff_output_preservation": (True, {"objective.preservation": 1.0, **DOG}),
+    "train.diff_output_preservation_multiplier": (0.5, {"objective.preservation": 0.5, **DOG}),
+    "train.diff_output_preservation_class": ("wolf", {"dataset_settings.class_word": "wolf"}),
+    "train.blank_prompt_preservation": (True, {"objective.preservation": 1.0}),
+    "train.blank_prompt_preservation_multiplier": (0.5, {"objective.preservation": 0.5}),
     "train.do_differential_guidance": (True, {"objective.differential_guidance": 3.0}),
     "train.differential_guidance_scale": (2, {"objective.differential_guidance": 2.0}),
     "train.do_guidance_loss": (False, SAME),
@@ -120,6 +124,12 @@ HONORED = {
     "train.dtype": ("bf16", {"memory.precision": "bf16"}),
     "train.bypass_guidance_embedding": (False, SAME),
     "train.use_layer_streaming": (True, {"memory.base": "offload"}),
+    "slider.positive_prompt": ("old", {"slider.positive": "old"}),
+    "slider.negative_prompt": ("new", {"slider.negative": "new"}),
+    "slider.target_class": ("a man", {"slider.neutral": "a man"}),
+    "slider.guidance_strength": (2, {"slider.guidance": 2.0}),
+    "slider.anchor_class": ("trees", {"slider.anchor": "trees", "objective.preservation": 1.0}),
+    "slider.anchor_strength": (0.5, {"objective.preservation": 0.5}),
     "model.name_or_path": ("b.safetensors", {"base.model": "b.safetensors"}),
     "model.arch": ("flux", {"objective.sigmas": "sigmoid"}),
     **{
@@ -164,9 +174,6 @@ HONORED = {
 HARMLESS = {
     "logging.project_name": ("x", {"logging.use_wandb": False}),
     "logging.run_name": ("x", {"logging.use_wandb": False}),
-    "train.diff_output_preservation_multiplier": (1.0, {"train.diff_output_preservation": False}),
-    "train.diff_output_preservation_class": ("person", {"train.diff_output_preservation": False}),
-    "train.blank_prompt_preservation_multiplier": (1.0, {"train.blank_prompt_preservation": False}),
     "train.guidance_loss_target": (4, {"train.do_guidance_loss": False}),
     "model.qtype_te": ("qfloat8", {"model.quantize_te": False}),
     "model.layer_offloading_text_encoder_percent": (0.5, {"model.layer_offloading": True}),
@@ -207,8 +214,6 @@ REFUSED = {
     "train.linear_timesteps": True,
     "train.timestep_type": "weighted",
     "train.content_or_style": "content",
-    "train.diff_output_preservation": True,
-    "train.blank_prompt_preservation": True,
     "train.do_guidance_loss": True,
     "train.max_loss": 1.0,
     "train.validation_config": {"resolution": 512},
@@ -542,6 +547,28 @@ def test_keys_that_contradict_one_another_are_refused(tmp_path):
         ),
         ({"model.qtype": "nf4"}, "model.qtype: needs model.quantize: true."),
         (
+            {"train.diff_output_preservation_class": "dog"},
+            "train.diff_output_preservation_class: needs train.diff_output_preservation: true.",
+        ),
+        (
+            {"train.blank_prompt_preservation_multiplier": 2},
+            "train.blank_prompt_preservation_multiplier: needs train.blank_prompt_preservation: true.",
+        ),
+        (
+            {"train.blank_prompt_preservation": True, "train.diff_output_preservation": True},
+            "train.diff_output_preservation and train.blank_prompt_preservation are both true; keep one.",
+        ),
+        (
+            {"train.diff_output_preservation": True, "trigger_word": "sks"},
+            "train.diff_output_preservation_class: missing; it is the word for what the trigger word is an "
+            "instance of, such as person. Without one, set train.blank_prompt_preservation: true instead.",
+        ),
+        (
+            {"train.diff_output_preservation": True, "train.diff_output_preservation_class": "dog"},
+            "datasets[0].folder_path: train.diff_output_preservation replaces the trigger word in captions, "
+            "and these images have none; add trigger_word.",
+        ),
+        (
             {"train.differential_guidance_scale": 2},
             "train.differential_guidance_scale: needs train.do_differential_guidance: true.",
         ),
@@ -549,6 +576,20 @@ def test_keys_that_contradict_one_another_are_refused(tmp_path):
             {"save.save_format": "diffusers", "network.type": "lokr"},
             "save.save_format: 'diffusers' is not possible: diffusers knows plain LoRA only, and "
             "network.type is lokr. Set it to safetensors.",
+        ),
+        (
+            {"slider.target_class": "a man"},
+            "slider: has no effect without type: concept_slider. Set it, or remove slider.",
+        ),
+        (
+            {"type": "concept_slider", "slider.target_class": "a man"},
+            "slider.positive_prompt, slider.negative_prompt: missing or equal; they are what the LoRA brings "
+            "at strength 1 and at -1.",
+        ),
+        ({**WORDS, "slider.anchor_strength": 2}, "slider.anchor_strength: needs slider.anchor_class."),
+        (
+            {**WORDS, "slider.anchor_class": "trees", "train.blank_prompt_preservation": True},
+            "slider.anchor_class: other captions are preserved already; keep one of them.",
         ),
         (
             {"logging.log_every": 5, "performance_log_every": 10},

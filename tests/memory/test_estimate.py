@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,10 @@ from torch import nn
 from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.memory import measured
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
+from graft.training.config import ObjectiveConfig
 from graft.training.memory.estimate import estimate_step, restore_attributes
 from graft.training.memory.tensor_counter import LiveTensors
+from graft.training.objective.parts import with_largest_parts
 
 BATCH = TinyDataset().batch(2, seed=0, index=0)
 
@@ -31,6 +35,19 @@ def test_dropout_is_estimated(kind, mode):
     estimate = estimate_step(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
     live, saved = measured(denoiser, BATCH, config, mode)
     assert abs(estimate.saved / saved - 1) <= 0.1 and abs(estimate.peak / live.peak - 1) <= 0.1
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "block"])
+def test_preservation_is_estimated(mode):
+    denoiser, config = TinyDenoiser(), train_config(adapter_config("lora", targets="all"))
+    goal = ObjectiveConfig(preservation=1.0)
+    batch = with_largest_parts(BATCH, goal)
+    options = (denoiser, denoiser.specs, config.adapter)
+    estimate = estimate_step(*options, batch, mode, torch.float32)
+    live, saved = measured(denoiser, batch, replace(config), mode)
+    assert abs(estimate.saved / saved - 1) <= 0.1 and abs(estimate.peak / live.peak - 1) <= 0.1
+    alone = estimate_step(*options, BATCH, mode, torch.float32)
+    assert alone.peak < estimate.peak < 1.5 * alone.peak and estimate.flops >= 2 * alone.flops
 
 
 def test_an_estimate_leaves_base_and_adapters_alone():

@@ -200,7 +200,7 @@ def test_where_nobody_knows_how_much_is_free_the_fastest_plan_is_tried_first():
 
 
 def test_a_network_that_cannot_be_estimated_starts_with_the_fastest_plan(monkeypatch, caplog):
-    def fails(*args):
+    def fails(*args, **options):
         raise RuntimeError("depends on numbers")
 
     monkeypatch.setattr("graft.training.memory.plan.estimate_step", fails)

@@ -12,6 +12,12 @@ DDPM = ("sdxl", "xl", "v2", "ssd", "vega")
 """model.is_...: whose noise levels ai-toolkit's timestep_type says nothing about."""
 
 
+WORDS = {"type": "concept_slider", "slider.positive_prompt": "big", "slider.negative_prompt": "small"}
+CLASS = {
+    "trigger_word": "sks",
+    "train.diff_output_preservation": True,
+    "train.diff_output_preservation_class": "dog",
+}
 NEEDED = {
     "network.lokr_full_rank": {"network.type": "lokr"},
     "network.lokr_factor": {"network.type": "lokr"},
@@ -22,6 +28,13 @@ NEEDED = {
     "train.lr_scheduler_params.num_cycles": {"train.lr_scheduler": "cosine_with_restarts"},
     "train.lr_scheduler_params.power": {"train.lr_scheduler": "polynomial"},
     "train.differential_guidance_scale": {"train.do_differential_guidance": True},
+    "train.diff_output_preservation": CLASS | {"train.diff_output_preservation": False},
+    "train.diff_output_preservation_multiplier": CLASS,
+    "train.diff_output_preservation_class": CLASS,
+    "train.blank_prompt_preservation_multiplier": {"train.blank_prompt_preservation": True},
+    **{f"slider.{key}": WORDS for key in ("target_class", "guidance_strength", "anchor_class")},
+    **{f"slider.{end}_prompt": WORDS for end in ("positive", "negative")},
+    "slider.anchor_strength": WORDS | {"slider.anchor_class": "trees"},
     "model.qtype": {"model.quantize": True},
     **{f"model.is_{name}": {"train.timestep_type": "linear"} for name in DDPM},
     **{key: {"sample.prompts": ["a cat"]} for key in KEYS if key.startswith("sample.")},

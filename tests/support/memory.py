@@ -11,12 +11,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from graft.tests.support.adapter_cases import adapter_config, train_config
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser
 from graft.training.adapters.build import attach, draws, restore_adapters
+from graft.training.adapters.strength import at_strength
 from graft.training.config import MemoryConfig
 from graft.training.loop import initial_state, train
 from graft.training.memory.activation_checkpointing import checkpoint_blocks
 from graft.training.memory.compiling import Compiled
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.objective.loss import draw_loss
+from graft.training.objective.parts import parts_of
 
 
 def saved_bytes(compute):
@@ -54,14 +56,19 @@ def measured(denoiser, batch, config, mode, dtype=torch.float32):
     """Return the live tensors of a step as it is really computed, and the bytes kept between its passes."""
     state = initial_state(denoiser, config)
     adapters = restore_adapters(denoiser.specs, state.adapter, state.weights, denoiser.device)
+    kept = []
     with torch.enable_grad(), denoiser.hold(dtype) as base:
         units = denoiser.family.checkpointed
         with attach(base.layers, adapters), checkpoint_blocks(base.module, units, mode), draws(0, 0):
             with LiveTensors() as live:
-                value, _ = draw_loss(denoiser, batch, config.objective, seed=0, index=0)
-                kept = live.now
-                value.backward()
-    return live, kept
+                for part in parts_of(batch, config.objective):
+                    with at_strength(part.strength):
+                        value, _ = draw_loss(
+                            denoiser, batch, config.objective, seed=0, index=0, compute=part.compute
+                        )
+                        kept.append(live.now)
+                        value.backward()
+    return live, max(kept)
 
 
 def config(**memory):

@@ -17,7 +17,7 @@ from graft.training.frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from graft.training.memory import device_memory
 from graft.training.memory.quantize import plain
 from graft.training.memory.weight_store import Store
-from graft.training.model import OFFLOAD_ALL, Batch, HeldBase, OffloadOptions
+from graft.training.model import OFFLOAD_ALL, Batch, Captions, HeldBase, OffloadOptions
 
 FAMILY = Family(
     name="tiny",
@@ -172,6 +172,10 @@ class TinyDataset:
             [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(c)) for c in chosen]
         )
         return Batch(latents, [{"words": torch.tensor([[c]])} for c in chosen], [f"{c}.png" for c in chosen])
+
+    def preserved_captions(self, size: int, *, seed: int, index: int) -> Captions:
+        """Each with the word 9 in place of its own."""
+        return Captions([{"words": torch.tensor([[9]])}] * size)
 
 
 class TinySamples:

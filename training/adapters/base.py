@@ -22,6 +22,7 @@ from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec, dtype_for
 from ..frozen_base.replace_forward import set_forward
 from ..user_error import UserError
 from .dropout import Draw
+from .strength import apply_strength
 
 
 class Adapter(nn.Module):
@@ -220,5 +221,5 @@ def attach(layers: Mapping[str, FrozenLayer], adapters: Mapping[str, Adapter]) -
 
 
 def _forward(adapter: Adapter, layer: FrozenLayer, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    y: Tensor = adapter(layer, x)
+    y = apply_strength(partial(adapter, layer), layer.forward, x)
     return y if out_dtype is None else y.to(out_dtype)

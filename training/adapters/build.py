@@ -42,7 +42,7 @@ NOT_SUPPORTED: Mapping[str, str] = {
     "diag-oft": "it is oft here",
     **dict.fromkeys(("diff", "full-diff"), "it is full here"),
     **dict.fromkeys(("ia3", "dylora", "tlora"), "its files do not load everywhere"),
-    **dict.fromkeys(("slider", "concept-slider", "leco"), "concept sliders have an objective of their own"),
+    **dict.fromkeys(("slider", "concept-slider", "leco"), "its dataset comes from Slider From Words"),
     **dict.fromkeys(("tread", "token-routing"), "token routing changes the network that is trained"),
 }
 """Algorithms of other trainers -> why they are not here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TypeVar
@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import digest
-from ..model import Batch, Condition, Conditioning, count_positions
+from ..model import Batch, Captions, Condition, Conditioning, SliderTexts, count_positions
 from ..rng import generator
 from ..user_error import UserError
-from .caption import variations
+from .caption import preserved_texts
 from .conditioning import unpack
 from .config import SplitConfig
 from .index import NO_KEY, Index, SourceRules
 from .order import Order
 from .samples import ImageSet, Skipped
+from .slider import find_other_ends
 from .store import Store
 
 T = TypeVar("T")
@@ -34,6 +35,11 @@ Entries = NDArray[np.int32]
 
 GIVEN = ("concat_latent_image", "concat_mask", "denoise_mask")
 """What the model is given for a clip whose first frame it knows."""
+
+EMPTY_IS_MISSING = (
+    "the conditioning of an empty text is missing, with which preservation and Dataset Report compare; "
+    "connect it to empty_caption of Dataset From Latents."
+)
 
 MOST_LOOKED_AT = 1000
 """Most texts, and most images, searched for the longest text."""
@@ -102,7 +108,12 @@ class EncodedDataset:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of all that decides a batch: contents, settings, encoder, order; not the files' names."""
-        return digest(self.index.digest(self.entries), self.steady)
+        slider: list[str | float] = []
+        if self.images.pairs:
+            slider = ["pairs", self.index.digest(self._other_ends[self.entries])]
+        elif self.images.words:
+            slider = ["words", self.images.words.guidance]
+        return digest(self.index.digest(self.entries), self.steady, *slider)
 
     def steps_per_epoch(self, size: int) -> int:
         """Return the number of batches in which every image is seen its repeats' number of times."""
@@ -115,6 +126,14 @@ class EncodedDataset:
         Raises UserError if the cache was damaged or removed meanwhile.
         """
         chosen = self.choose(size, seed=seed, index=index)
+        batch = self._read(chosen, seed, index)
+        if self.images.pairs:
+            other = self._choose_parts(self._other_ends[chosen.entries], seed, index)
+            batch = replace(batch, opposite=self._read(other, seed, index))
+        return self._with_slider(batch)
+
+    def _read(self, chosen: Choice, seed: int, index: int) -> Batch:
+        """Return a batch with its tensors from the cache."""
         views = [self._view(view) for view in chosen.views]
         for place in self._without_first_frame(chosen, seed, index):
             for name in GIVEN:
@@ -147,20 +166,63 @@ class EncodedDataset:
         view = int(at.view_start[entry])
         samples = _spread(np.unique(at.sample[self.entries]).tolist())
         texts = _spread([(s, text) for s in samples for text in range(*at.text_start[s : s + 2].tolist())])
-        texts.sort(key=lambda each: -count_positions(self.store.shapes("text", bytes(at.text_keys[each[1]]))))
-        longest = self._conditioning(bytes(at.text_keys[texts[0][1]]))
+        own_keys = [bytes(at.text_keys[text]) for _, text in texts]
+        keys = own_keys + [bytes(at.preserved_keys[text]) for _, text in texts if len(at.preserved_keys)]
+
+        def length(key: bytes) -> int:
+            return count_positions(self.store.shapes("text", key))
+
+        texts.sort(key=lambda each: -length(bytes(at.text_keys[each[1]])))
+        longest = self._conditioning(max((key for key in keys if key != NO_KEY), key=length))
         latents, own = self._view(view)
-        return Batch(
+        batch = Batch(
             latents=latents.expand(size, *latents.shape),
             conditioning=[{**longest, **own}] * size,
             extras=[self._extras(entry, view)] * size,
             captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self._is_captioned)],
         )
+        return self._with_slider(replace(batch, opposite=batch) if self.images.pairs else batch)
+
+    def preserved_captions(self, size: int, *, seed: int, index: int) -> Captions:
+        """Return the captions of micro-batch `index` with the class word in place of the trigger, or empty.
+
+        A caption that is dropped there is not dropped here.
+        """
+        chosen = self.choose(size, seed=seed, index=index)
+        samples = self.index.sample[chosen.entries]
+        if self.images.words:
+            return self._slider_captions(len(samples))[-1]
+        texts = _pick(self.index.text_start, samples, self._draws(len(samples), seed, index)[1])
+        places = list(zip(samples.tolist(), texts.tolist(), strict=True))
+        views = [self._view(view)[1] for view in chosen.views]
+        texts_of = [self._conditioning(self._preserved_key(*place)) for place in places]
+        return Captions(
+            [{**text, **view} for text, view in zip(texts_of, views, strict=True)],
+            [self._pair(*place)[1] for place in places] if self._is_captioned else (),
+        )
+
+    def _preserved_key(self, sample: int, text: int) -> bytes:
+        """Return the key of what is preserved beside a text of a sample.
+
+        Raises UserError where that is the empty caption, and nothing says how it is encoded.
+        """
+        at = self.index
+        if self.images.sources[at.source[sample]].config.regularisation:
+            return bytes(at.text_keys[text])
+        own = bytes(at.preserved_keys[text]) if len(at.preserved_keys) else NO_KEY
+        key = own if own != NO_KEY else at.text_key(sample, text, has_caption=False, has_references=True)
+        if key == NO_KEY:
+            raise UserError(EMPTY_IS_MISSING)
+        return key
 
     def choose(self, size: int, *, seed: int, index: int) -> Choice:
         """Return the parts of micro-batch `index`, without reading its tensors."""
-        at = self.index
         entries = self.entries[self.order.choose(size, seed=seed, index=index)]
+        return self._choose_parts(entries, seed, index)
+
+    def _choose_parts(self, entries: Entries, seed: int, index: int) -> Choice:
+        """Return entries of micro-batch `index` with its choice of views and captions."""
+        at = self.index
         samples = at.sample[entries]
         view_draws, text_draws, drop_draws = self._draws(len(entries), seed, index)
         texts = _pick(at.text_start, samples, text_draws)
@@ -249,16 +311,43 @@ class EncodedDataset:
         held_out: NDArray[np.bool_] = named & ~regular
         return held_out
 
+    @cached_property
+    def _other_ends(self) -> Entries:
+        """(entries,): for a slider from pairs, the entry of the other end; 0 where there is none."""
+        return find_other_ends(self.index, self.images)
+
+    def _with_slider(self, batch: Batch) -> Batch:
+        """Return the batch with the texts of a slider from words, if it is for one."""
+        words = self.images.words
+        if words is None:
+            return batch
+        positive, negative, neutral, _ = self._slider_captions(len(batch.latents))
+        return replace(batch, slider=SliderTexts(positive, negative, neutral, words.guidance))
+
+    def _slider_captions(self, count: int) -> list[Captions]:
+        """Return the positive, negative, neutral and anchor text as the captions of `count` samples."""
+        assert self.images.words is not None
+        pairs = zip(self._slider_conditioning, self.images.words.texts, strict=True)
+        return [Captions([conditioning] * count, [text] * count) for conditioning, text in pairs]
+
+    @cached_property
+    def _slider_conditioning(self) -> list[Conditioning]:
+        return [self._conditioning(key) for key in self.index.slider]
+
     def _view(self, view: int) -> tuple[Tensor, dict[str, Condition]]:
         """Return a view's latents and its own conditioning, such as what of it the model is given."""
         entry = self.store.read("latents", self.index.latent_key(view))
         return entry.pop("latents").float(), dict(unpack(entry))
 
     def _caption(self, index: int, text_index: int) -> str:
-        """Return the text with key `text_index` of a sample; only keys are stored, so it is made again."""
+        """Return the text with key `text_index` of a sample."""
+        return self._pair(index, text_index)[0]
+
+    def _pair(self, index: int, text_index: int) -> tuple[str, str]:
+        """Return a text of a sample and the one to preserve; only keys are stored, so both are made again."""
         sample = self.images.samples[index]
-        texts = variations(sample.captions, self.images.source(sample).config)
-        return texts[text_index - int(self.index.text_start[index])]
+        texts = preserved_texts(sample.captions, self.images.source(sample).config)
+        return list(texts.items())[text_index - int(self.index.text_start[index])]
 
     def _conditioning(self, key: bytes) -> Conditioning:
         return unpack(self.store.read("text", key))

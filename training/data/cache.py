@@ -24,7 +24,7 @@ from ..user_error import UserError
 from .augment import View, render, views_for
 from .batch import EncodedDataset
 from .bucket import Crop, Size
-from .caption import variations
+from .caption import preserved_texts
 from .conditioning import pack
 from .config import DatasetConfig
 from .hashes import ContentHashes
@@ -71,16 +71,23 @@ def encode(
         for done, position in enumerate(unread, len(unseen) + 1):
             sample = images.samples[position]
             config = images.source(sample).config
-            for text in variations(sample.captions, config) if position not in bad else ():
-                _encode_text(work, text, config)
+            for pair in preserved_texts(sample.captions, config).items() if position not in bad else ():
+                for text in pair:
+                    _encode_text(work, text, config)
             on_progress(done, total, "Encoding captions")
-        for config in {source.config for source in images.sources if source.config.caption.dropout}:
-            _encode_text(work, "", config)
+        for config in {source.config for source in images.sources}:
+            _encode_text(work, "", config)  # for caption dropout and preservation
+        for text in images.words.texts if images.words else ():
+            _encode_text(work, text, images.sources[0].config)
     skipped = [
         *images.skipped,
         *(Skipped(images.samples.names[position], reason) for position, reason in bad.items()),
     ]
-    usable = np.flatnonzero(~np.isin(index.sample, list(bad))).astype(np.int32)
+    left_out = set(bad)
+    if images.pairs:  # an image goes with its other end, which is no entry of its own
+        left_out |= {position - images.pairs for position in bad}
+        left_out |= set(range(images.pairs, 2 * images.pairs))
+    usable = np.flatnonzero(~np.isin(index.sample, list(left_out))).astype(np.int32)
     return EncodedDataset(index, work.store, images, entries=usable, skipped=skipped)
 
 
@@ -162,17 +169,20 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
         SourceRules(c.weight, c.mask.outside, c.caption.dropout, e, 0.0, work.first_frame_share(c))
         for c, e in zip(configs, empty, strict=True)
     ]
-    builder, unseen, unread, bad = IndexBuilder(rules), [], [], {}
+    words = work.images.words
+    slider = [work.text_key(text, configs[0]) for text in (words.texts if words else ())]
+    builder = IndexBuilder(rules, slider=slider)
+    unseen, unread, bad = [], [], {}
     with ContentHashes(work.store.folder) as hashes:
         for position, sample in enumerate(samples):
             check = partial(on_progress, position, len(samples), "Checking the cache")
             check()
             # Texts first: they need no file, so an unusable image is still indexed with its texts.
             source, size = sources[sample.source], (sample.width, sample.height)
-            texts = [
-                work.text_key(text, source.config)
-                for text in variations(sample.captions, source.config, check)
-            ]
+            pairs = preserved_texts(sample.captions, source.config, check)
+            texts = [work.text_key(text, source.config) for text in pairs]
+            swapped = [] if source.config.regularisation else pairs.values()
+            preserved = [work.text_key(text, source.config) if text else NO_KEY for text in swapped]
             # Views follow from the content's digest, which is remembered: no unchanged file is opened.
             content, buckets = bytes(16), []
             try:
@@ -183,7 +193,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             except UserError as error:  # BadImage, or no bucket for this size
                 bad[position] = str(error)
             # Unusable images are indexed too, without entries, so that positions match the ImageSet.
-            builder.add_sample(size, sample.source, content, texts)
+            builder.add_sample(size, sample.source, content, texts, preserved=preserved)
             missing, frames = False, work.frames(sample)
             for views in buckets:
                 latent_keys = [work.latent_key(view, sample, content, source.config) for view in views]
@@ -196,7 +206,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             # One missing view is enough to open the image; `_load` skips those that are there.
             if missing:
                 unseen.append(position)
-            if any(work.lacks("text", key) for key in texts):
+            if any(work.lacks("text", key) for key in (*texts, *preserved) if key not in empty):
                 unread.append(position)
     return builder.build(), unseen, unread, bad
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
 
@@ -35,13 +36,39 @@ def variations(
     Without shuffle and tag dropout there is one for each caption; otherwise up to `variations` for each.
     `check` is called before each and may raise to cancel.
     """
+    return list(preserved_texts(captions, config, check))
+
+
+def preserved_texts(
+    captions: tuple[str, ...], config: DatasetConfig, check: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """Return {text: the same without what is learned} for every one of `variations`, in their order."""
     rules = config.caption
     count = rules.variations if rules.shuffle or rules.tag_dropout else 1
-    texts: dict[str, None] = {}
+    texts: dict[str, str] = {}
     for caption, i in product(captions, range(count)):
         check()
-        texts[finish(_vary_tags(caption, rules, i), config)] = None
-    return list(texts)
+        varied = _vary_tags(caption, rules, i)
+        texts.setdefault(finish(varied, config), without_trigger(varied, config))
+    return texts
+
+
+def without_trigger(caption: str, config: DatasetConfig) -> str:
+    """Return a caption as the model sees it with the class word in place of the trigger; without a class word
+    or a trigger it is empty. That of a regularisation image, which has no trigger, stays.
+    """
+    rules = config.caption
+    trigger, word = rules.trigger.strip(), rules.class_word.strip()
+    if config.regularisation:
+        return finish(caption, config)
+    if not (trigger and word):
+        return ""
+
+    def mark(text: str) -> str:
+        return _word(literal(trigger)).sub(TRIGGER, literal(text))
+
+    swapped = replace(rules, trigger=word, prefix=mark(rules.prefix), suffix=mark(rules.suffix))
+    return finish(mark(caption), replace(config, caption=swapped))
 
 
 def finish(caption: str, config: DatasetConfig) -> str:
@@ -57,9 +84,14 @@ def finish(caption: str, config: DatasetConfig) -> str:
     if TRIGGER in text:
         text = text.replace(TRIGGER, trigger)
         return text if trigger else re.sub(r"\s+", " ", text).strip(" ,")
-    if trigger and not re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text, re.IGNORECASE):
+    if trigger and not _word(trigger).search(text):
         return f"{trigger}, {text}" if text else trigger
     return text
+
+
+def _word(text: str) -> re.Pattern[str]:
+    """Return the pattern of a word or words that stand alone, in small or capital letters."""
+    return re.compile(rf"(?<!\w){re.escape(text)}(?!\w)", re.IGNORECASE)
 
 
 def literal(text: str) -> str:

@@ -44,6 +44,12 @@ class CaptionConfig:
     )
     prefix: str = setting("", "Text before every caption.")
     suffix: str = setting("", "Text after every caption.")
+    class_word: str = setting(
+        "",
+        "What the trigger word is an instance of, such as dog: it replaces the trigger in captions for "
+        "preservation (Objective Settings), which takes an empty caption without it.",
+        added=True,
+    )
     separator: str = ","
     """The separator of a caption's tags."""
     remove: tuple[str, ...] = setting(
@@ -74,7 +80,7 @@ class CaptionConfig:
         require(0 <= self.dropout <= 1, f"caption dropout must be between 0 and 1, got {self.dropout}.")
         require(self.keep_tokens >= 0, f"keep_tags must not be negative, got {self.keep_tokens}.")
         require(1 <= self.variations <= 1000, f"caption variations must be 1 to 1000, got {self.variations}.")
-        for name in ("trigger", "prefix", "suffix"):
+        for name in ("trigger", "prefix", "suffix", "class_word"):
             length = len(getattr(self, name))
             require(length <= MOST_ADDED, f"the {name} has {length} letters; the limit is {MOST_ADDED}.")
         require(bool(self.separator), "the tag separator must not be empty; most captions use a comma.")
@@ -265,6 +271,8 @@ INEFFECTIVE = (
     Ineffective(("min_side", "max_side"), {"square": (True,)}),
     Ineffective(("min_side",), {"upscale": (False,)}, on="images smaller than their bucket"),
     Ineffective(("keep_tags",), {"shuffle_tags": (False,), "tag_dropout": (0.0,)}),
+    Ineffective(("class_word",), {"trigger": ("",)}),
+    Ineffective(("class_word",), {"regularisation": (True,)}),
     Ineffective(("outside_mask",), {"masks": ("off",)}),
     Ineffective(("captions_from",), {"images": (FROM_GRAPH,)}),
     Ineffective(("fps", "clips", "first_frame"), {"frames": (0,)}),

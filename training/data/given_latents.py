@@ -49,8 +49,8 @@ def from_latents(
     """Return the dataset of these samples. `on_progress` may raise to cancel.
 
     `dropped` is the conditioning of the empty caption: what it has replaces that of a sample whose caption is
-    dropped, and the rest, such as references, stays. Raises UserError for latents or masks that cannot be
-    trained, each by its name, and if captions are to be dropped without it.
+    dropped or preserved, and the rest, such as references, stays. Raises UserError for latents or masks that
+    cannot be trained, each by its name, and if captions are to be dropped without it.
     """
     config, store = config or DatasetConfig(), Store(cache_dir)
     _require_usable(samples, config, dropped)
@@ -61,7 +61,7 @@ def from_latents(
         latents = _write(store, "latents", {"latents": sample.latents.to(DTYPES[config.dtype])})
         text = _write(store, "text", pack(sample.conditioning, DTYPES[config.dtype]))
         empty = NO_KEY
-        if dropped is not None and config.caption.dropout:
+        if dropped is not None:
             empty = _write(store, "text", pack({**sample.conditioning, **dropped}, DTYPES[config.dtype]))
         mask = NO_KEY
         if sample.mask is not None:

@@ -1,4 +1,4 @@
-"""The keys of all encoded tensors, in arrays of about 120 bytes per sample.
+"""The keys of all encoded tensors, in arrays of about 140 bytes per sample.
 
 An entry is one image at one resolution. It has one or more views (crops, mirror images), and its image has
 one or more texts. Lists of different lengths are one flat array and the positions where each list begins.
@@ -76,6 +76,11 @@ class Index:
     """(texts, 16): of the same captions without references, zero where none are dropped; (0, 16) if none."""
     empty_keys: Keys
     """(samples, 16): of the dropped caption where each sample has its own, else zero; (0, 16) if none has."""
+    preserved_keys: Keys
+    """(texts, 16): of the same captions with the class word in place of the trigger, zero where a source has
+    none; (0, 16) if none has one."""
+    slider: tuple[bytes, ...] = ()
+    """For a slider from words: the keys of its positive, negative, neutral and anchor text."""
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +105,7 @@ class Index:
     def digest(self, entries: NDArray[np.int32]) -> str:
         """Return 32 hex digits that change with anything that changes these entries' batches."""
         state = hashlib.blake2b(repr((self.buckets, self.rules)).encode(), digest_size=16)
+        state.update(b"".join(self.slider))
         samples = self.sample[entries]
         parts: list[NDArray[Any]] = [
             self.bucket[entries],
@@ -112,6 +118,8 @@ class Index:
         parts += _gather(self.text_start, [self.text_keys], samples)
         parts += _gather(self.text_start, [self.bare_keys] if len(self.bare_keys) else [], samples)[1:]
         parts += [self.empty_keys[samples]] if len(self.empty_keys) else []
+        preserved = [self.preserved_keys] if len(self.preserved_keys) else []
+        parts += _gather(self.text_start, preserved, samples)[1:]
         for part in parts:
             state.update(np.ascontiguousarray(part).tobytes())
         return state.hexdigest()
@@ -120,13 +128,13 @@ class Index:
 class IndexBuilder:
     """Collects samples one by one, in compact columns."""
 
-    def __init__(self, rules: Iterable[SourceRules]) -> None:
-        self._rules = tuple(rules)
+    def __init__(self, rules: Iterable[SourceRules], *, slider: Iterable[bytes] = ()) -> None:
+        self._rules, self._slider = tuple(rules), tuple(slider)
         self._buckets: dict[Bucket, int] = {}
         self._entries = array("i")  # sample, bucket, repeats
         self._view_start, self._text_start = array("q", [0]), array("q", [0])
         self._latents, self._masks, self._texts = bytearray(), bytearray(), bytearray()
-        self._bare, self._empty = bytearray(), bytearray()
+        self._bare, self._empty, self._preserved = bytearray(), bytearray(), bytearray()
         self._offsets = array("i")
         self._samples = array("i")  # width, height, source
         self._content = array("Q")
@@ -140,16 +148,19 @@ class IndexBuilder:
         *,
         bare: Sequence[bytes] = (),
         empty: bytes = NO_KEY,
+        preserved: Sequence[bytes] = (),
     ) -> None:
         """Add the next image, with the digest of its content and the keys of its texts.
 
-        `bare` are those of the same texts without references, `empty` that of its own dropped caption.
+        `bare` are those of the same texts without references, `empty` that of its own dropped caption,
+        `preserved` those of the texts with the class word in place of the trigger.
         """
         self._samples.extend((*size, source))
         self._content.append(int.from_bytes(content[:8], "little"))
         self._texts += b"".join(texts)
         self._bare += b"".join(bare or [NO_KEY] * len(texts))
         self._empty += empty
+        self._preserved += b"".join(preserved or [NO_KEY] * len(texts))
         self._text_start.append(len(self._texts) // KEY_BYTES)
 
     def add_entry(
@@ -194,6 +205,8 @@ class IndexBuilder:
             text_keys=_keys(self._texts),
             bare_keys=_keys_if_any(self._bare),
             empty_keys=_keys_if_any(self._empty),
+            preserved_keys=_keys_if_any(self._preserved),
+            slider=self._slider,
         )
 
 

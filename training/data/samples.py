@@ -24,6 +24,7 @@ from ..user_error import UserError
 from .bucket import Size
 from .clip import Video
 from .config import DatasetConfig
+from .slider_words import SliderWords
 
 IN_MEMORY = "image-"
 """Prefix of the names of images from a graph."""
@@ -258,6 +259,10 @@ class ImageSet:
     """Number of subfolders not read because `recursive` is off."""
     left_out: tuple[str, ...] = ()
     """Names of the images that `leave_out` leaves out."""
+    words: SliderWords | None = None
+    """For a slider from words: its texts."""
+    pairs: int = 0
+    """For a slider from pairs: their number; sample i and sample i + pairs are two ends."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -275,6 +280,8 @@ def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
     """
     if not sets:
         raise UserError("no datasets to join; connect at least one.")
+    if any(images.words or images.pairs for images in sets):
+        raise UserError("the dataset of a slider cannot be joined; connect Join Datasets before it.")
     visits = [int(images.samples.column("repeats").sum()) for images in sets]
     times = _multipliers(visits, shares) if shares else [1] * len(sets)
     sources: list[Source] = []

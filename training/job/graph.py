@@ -20,6 +20,7 @@ from ..config import (
     settings,
 )
 from ..data.config import DatasetConfig
+from ..data.slider_words import SliderWords
 from ..files.lora.diffusers import FILE_FORMATS
 
 Prompt = dict[str, dict[str, Any]]
@@ -45,6 +46,8 @@ def graph_of(
     build = _Builder()
     base = build.add("base", inputs)
     dataset = _add_datasets(build, datasets)
+    if "slider" in inputs:
+        dataset = build.add("slider", inputs, dataset=[dataset, 0])
     encoded = build.add(
         "encode", inputs, dataset=[dataset, 0], model=[base, 0], clip=[base, 1], vae=[base, 2]
     )
@@ -148,6 +151,7 @@ NODES: Mapping[str, Node] = {
         "GraftLoadDataset", "Load Dataset", DatasetConfig, main=True, folder="", resolution="1024"
     ),
     "join": _node("GraftJoinDatasets", "Join Datasets"),
+    "slider": _node("GraftSliderFromWords", "Slider From Words", SliderWords),
     "encode": _node("GraftEncodeDataset", "Encode Dataset", encode_again=False),
     "lora_settings": _node("GraftLoraSettings", "LoRA Settings", AdapterConfig),
     "lora": _node("GraftBuildLora", "Build LoRA", AdapterConfig, main=True, newer=["text_encoder"]),

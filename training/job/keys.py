@@ -260,6 +260,10 @@ QUANTIZED = {"qfloat8": "fp8", "float8": "fp8", "int8": "int8", "nf4": "nf4"}
 TEXT_ENCODERS = ("text_encoder_path", "clip_l_path", "text_encoder_2_path", "clip_g_path", "t5_path")
 """In the order of Load Base Model's inputs."""
 
+SLIDER = "concept_slider"
+TYPES = {"sd_trainer": 1, "flux_trainer": 1, "diffusion_trainer": 1, SLIDER: 2}
+"""`type` -> 2 for a slider from words."""
+
 OTHER_NAMES = {
     "learning_rate": "lr", "rank": "linear", "dim": "linear", "alpha": "linear_alpha", "epochs": "steps",
     "max_train_steps": "steps", "lr_warmup_steps": "num_warmup_steps", "warmup_steps": "num_warmup_steps",
@@ -276,7 +280,6 @@ UNWEIGHTED = " linear draws the levels of weighted, without the loss weights tha
 CONTENT = " Instead of content, set timestep_type: shift for more high noise."
 FOUR_BITS = " Graft's 4 bits are nf4, its 8 bits qfloat8 and int8."
 BELL = "it also weighs the loss by a bell curve; timestep_type: linear draws the same levels without it"
-PRESERVATION = "list images of the class in general as a dataset with is_reg: true instead"
 ONE_SCALE = "all images train the LoRA at its full strength"
 GUIDANCE_LOSS = "a loss at another guidance was not tried"
 TEXT_ENCODERS_LEAVE = "text encoders run once, before training, and as their file has them"
@@ -305,7 +308,7 @@ ROOT_KEYS: Mapping[str, Read] = {
 """Key of the file -> what it sets."""
 
 KEYS: Mapping[str, Read] = {
-    "type": to("run.type", one_of({"sd_trainer": 1, "flux_trainer": 1, "diffusion_trainer": 1})),
+    "type": to("run.type", one_of(TYPES)),
     "training_folder": to("run.output", text),
     "device": to("run.device", device),
     "trigger_word": to("may.trigger", text),
@@ -374,11 +377,11 @@ KEYS: Mapping[str, Read] = {
     "train.timestep_type": to("may.timesteps", one_of(TIMESTEPS, UNWEIGHTED)),
     "train.content_or_style": to("objective.bias", one_of(CONTENT_OR_STYLE, CONTENT)),
     "train.switch_boundary_every": only(1, "one network is trained, not experts in turn"),
-    "train.diff_output_preservation": only(False, PRESERVATION),
-    "train.diff_output_preservation_multiplier": Beside("train.diff_output_preservation", PRESERVATION),
-    "train.diff_output_preservation_class": Beside("train.diff_output_preservation", PRESERVATION),
-    "train.blank_prompt_preservation": only(False, PRESERVATION),
-    "train.blank_prompt_preservation_multiplier": Beside("train.blank_prompt_preservation", PRESERVATION),
+    "train.diff_output_preservation": to("may.preserve_class", flag),
+    "train.diff_output_preservation_multiplier": to("may.class_multiplier", number),
+    "train.diff_output_preservation_class": to("may.class_word", text),
+    "train.blank_prompt_preservation": to("may.preserve_blank", flag),
+    "train.blank_prompt_preservation_multiplier": to("may.blank_multiplier", number),
     "train.do_differential_guidance": to("may.differential_guidance", flag),
     "train.differential_guidance_scale": to("may.differential_guidance_scale", number),
     "train.do_guidance_loss": only(False, GUIDANCE_LOSS),
@@ -395,6 +398,12 @@ KEYS: Mapping[str, Read] = {
     "train.bypass_guidance_embedding": to("may.bypass", flag),
     "train.use_layer_streaming": to("may.streaming", flag),
     "train.streaming_memory_limit_gb": to("may.limit", number),
+    "slider.positive_prompt": to("slider.positive", text),
+    "slider.negative_prompt": to("slider.negative", text),
+    "slider.target_class": to("slider.neutral", text),
+    "slider.guidance_strength": to("slider.guidance", number),
+    "slider.anchor_class": to("slider.anchor", text),
+    "slider.anchor_strength": to("may.anchor_strength", number),
     "model.name_or_path": to("base.model", text),
     "model.arch": to("may.arch", architecture),
     "model.is_v2": to("may.arch", either("sd2", None)),

@@ -121,6 +121,8 @@ def compile_job(
             if "may.trigger" in settings:
                 entry.setdefault("dataset.trigger", settings["may.trigger"])
             with _noted(refusals):
+                _preserve_class(entry, inputs.get("run", {}).get("class_word"), folder_key)
+            with _noted(refusals):
                 entry["dataset.folder"] = places.dataset(entry["dataset.folder"], folder_key)
     if refusals:
         raise _problems(refusals)
@@ -358,6 +360,18 @@ def _settings(
                     raise UserError(f"{where}{key} and {other} ask for different things; keep one.")
                 settings[target], origin[target] = setting, f"{where}{key}"
     return settings
+
+
+def _preserve_class(entry: Settings, word: str | None, key: str) -> None:
+    """Give a dataset the class word of preservation. Raises UserError where it has no trigger to replace."""
+    if word is None or entry.get("dataset_settings.regularisation"):
+        return
+    if not entry.get("dataset.trigger"):
+        raise UserError(
+            f"{key}: train.diff_output_preservation replaces the trigger word in captions, and these images "
+            "have none; add trigger_word."
+        )
+    entry["dataset_settings.class_word"] = word
 
 
 def _require(settings: Settings, target: str, key: str, what: str, refusals: list[str]) -> bool:

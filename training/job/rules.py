@@ -13,7 +13,7 @@ from ..family import CONVOLUTIONS, Family, architectures
 from ..optimizer.rows import OPTIMIZERS
 from ..user_error import UserError
 from .graph import NODES
-from .keys import DIFFUSERS, FOUR_BITS, QUANTIZED, TIMESTEPS, Settings, one_of
+from .keys import DIFFUSERS, FOUR_BITS, QUANTIZED, SLIDER, TIMESTEPS, TYPES, Settings, one_of
 
 May = Mapping[str, Any]
 Rule = Callable[[Settings, May], None]
@@ -114,6 +114,51 @@ def differential_guidance(done: Settings, may: May) -> None:
         done["objective.differential_guidance"] = may.get("differential_guidance_scale", 3.0)
 
 
+def preservation(done: Settings, may: May) -> None:
+    """Hold the LoRA to the base at captions with the class word for the trigger, or at empty ones.
+
+    "run.class_word" is for the datasets. ai-toolkit's multiplier is 1 by default, its class empty.
+    """
+    for name, key, switch in (
+        ("class_multiplier", f"{DOP}_multiplier", "preserve_class"),
+        ("class_word", f"{DOP}_class", "preserve_class"),
+        ("blank_multiplier", f"{BLANK}_multiplier", "preserve_blank"),
+    ):
+        _require_switch(may, name, switch, f"{key}: needs {key.rpartition('_')[0]}: true.")
+    if may.get("preserve_class") and may.get("preserve_blank"):
+        raise UserError(f"{DOP} and {BLANK} are both true; keep one.")
+    if may.get("preserve_class"):
+        if not may.get("class_word"):
+            raise UserError(
+                f"{DOP}_class: missing; it is the word for what the trigger word is an instance of, such as "
+                f"person. Without one, set {BLANK}: true instead."
+            )
+        done["objective.preservation"] = may.get("class_multiplier", 1.0)
+        done["run.class_word"] = may["class_word"]
+    elif may.get("preserve_blank"):
+        done["objective.preservation"] = may.get("blank_multiplier", 1.0)
+
+
+def slider(done: Settings, may: May) -> None:
+    """Train a slider from words; an anchor is preserved, at ai-toolkit's default strength of 1."""
+    asked = any(name.startswith("slider.") for name in done) or "anchor_strength" in may
+    if done.get("run.type") != TYPES[SLIDER]:
+        if asked:
+            raise UserError(f"slider: has no effect without type: {SLIDER}. Set it, or remove slider.")
+        return
+    if done.get("slider.positive", "") == done.get("slider.negative", ""):
+        raise UserError(
+            "slider.positive_prompt, slider.negative_prompt: missing or equal; they are what the LoRA brings "
+            "at strength 1 and at -1."
+        )
+    if "slider.anchor" in done:
+        if "objective.preservation" in done:
+            raise UserError("slider.anchor_class: other captions are preserved already; keep one of them.")
+        done["objective.preservation"] = may.get("anchor_strength", 1.0)
+    elif "anchor_strength" in may:
+        raise UserError("slider.anchor_strength: needs slider.anchor_class.")
+
+
 def sampling(done: Settings, may: May) -> None:
     """Draw the prompts; guidance-distilled models have their guidance scale as an input."""
     family = _family(may)
@@ -191,6 +236,7 @@ def _trained_by(family: Family) -> str:
     return "ddpm" if family.sigmas == "schedule" else "flowmatch"
 
 
+DOP, BLANK = "train.diff_output_preservation", "train.blank_prompt_preservation"
 DIFFERENTIAL_GUIDANCE = "train.differential_guidance_scale: needs train.do_differential_guidance: true."
 
 RULES: tuple[Rule, ...] = (
@@ -202,6 +248,8 @@ RULES: tuple[Rule, ...] = (
     noise_levels,
     guidance_embedding,
     differential_guidance,
+    preservation,
+    slider,
     sampling,
     prodigy,
     warm_up,

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..adapters.build import attach, build_adapters, draws
-from ..config import AdapterConfig
+from ..adapters.strength import at_strength
+from ..config import AdapterConfig, ObjectiveConfig
 from ..frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ..model import Batch, Denoiser, HeldBase
-from ..objective.loss import loss_at
+from ..objective.parts import parts_of
 from .activation_checkpointing import checkpoint_blocks, repeated_blocks
 from .alike import Timeline, compute_alike_once, total
 from .offload import is_worth_moving, pinned_size
@@ -71,9 +72,10 @@ def estimate_step(
 ) -> StepEstimate:
     """Estimate a step over `batch` with adapters on the `adapted` layers and checkpointing `mode`.
 
-    `copies` is for networks that change saved tensors in place (`in_place.py`). Of alike blocks only the
-    first is computed (`alike.py`), unless `alike` is False. Block inputs that "block-offload" moves to host
-    memory are not counted, on any device. Raises RuntimeError if shapes depend on floating-point numbers.
+    What the batch holds decides the parts of the loss (`parts_of`), which are computed one by one. `copies`
+    is for networks that change saved tensors in place (`in_place.py`). Of alike blocks only the first is
+    computed (`alike.py`), unless `alike` is False. Block inputs that "block-offload" moves to host memory are
+    not counted, on any device. Raises RuntimeError if shapes depend on floating-point numbers.
     """
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
@@ -102,18 +104,22 @@ def estimate_step(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         live = stack.enter_context(LiveTensors())
         stack.enter_context(_WithNumbers())  # type: ignore[no-untyped-call]
-        timeline = Timeline(live)
-        if alike and not copies:
-            stack.enter_context(compute_alike_once(timeline, blocks, base.layers, adapters))
-        loss = loss_at(denoiser, batch, x0, sigma, torch.zeros_like(x0))
-        # Whatever is alive between the passes is what autograd saved for the second one.
-        timeline.end_piece()
-        between = len(timeline.pieces)
-        loss.backward()  # type: ignore[no-untyped-call]
-        timeline.end_piece()
+        timeline, between = Timeline(live), list[int]()
+        for part in parts_of(batch, ObjectiveConfig()):
+            inputs.clear()  # every part moves as much
+            with ExitStack() as stands:
+                stands.enter_context(at_strength(part.strength))
+                if alike and not copies:
+                    stands.enter_context(compute_alike_once(timeline, blocks, base.layers, adapters))
+                loss = part.compute(denoiser, batch, x0, sigma, torch.zeros_like(x0), ObjectiveConfig())
+                # Whatever is alive between the passes is what autograd saved for the second one.
+                timeline.end_piece()
+                between.append(len(timeline.pieces))
+                loss.backward()  # type: ignore[no-untyped-call]
+                timeline.end_piece()
     if not timeline.is_whole:  # nothing reads what the first of alike blocks computes
         return estimate_step(denoiser, adapted, config, batch, mode, dtype, copies=copies, alike=False)
-    saved, step = total(timeline.pieces[:between]).change, total(timeline.pieces)
+    saved, step = max(total(timeline.pieces[:end]).change for end in between), total(timeline.pieces)
     estimate = StepEstimate(saved, step.peak, step.flops, inputs, loose)
     return estimate.as_block_offload() if mode == "block-offload" else estimate
 
@@ -158,6 +164,8 @@ def _record_inputs(inputs: list[list[int]]) -> Callable[..., None]:
     """Return a hook that appends the bytes of those inputs of a block that would move to host memory."""
 
     def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return  # a pass of the base alone: nothing is saved
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         inputs.append([t.nbytes for t in tensors if is_worth_moving(t)])
 

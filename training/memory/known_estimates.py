@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..config import AdapterConfig
 from ..files.whole_file import whole_file
 from ..frozen_base.frozen_layer import LayerSpec
 from ..log import log
-from ..model import Batch, Denoiser
+from ..model import Batch, Conditioning, Denoiser
 from .estimate import MASK, StepEstimate
 
 MOST = 500
@@ -95,11 +95,15 @@ def _code() -> str:
 def _signature(batch: Batch) -> tuple[Any, ...]:
     """Return what a batch decides: shapes, the numbers that shapes may depend on, and texts to encode."""
     tensors = (batch.latents, batch.masks, batch.weights)
+    slider = batch.slider and (batch.slider.positive, batch.slider.negative, batch.slider.neutral)
+    others = [batch.preserved, *(slider or ())]
     return (
         *(None if tensor is None else tuple(tensor.shape) for tensor in tensors),
         [_seen(each) for each in batch.conditioning],
         [sorted(each) for each in batch.extras],
         batch.captions,
+        *([(_seen(each.conditioning), each.texts) for each in others if each] if any(others) else ()),
+        *(() if batch.opposite is None else _signature(batch.opposite)),
     )
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..adapters.build import build_adapters, draws, named_parameters
+from ..adapters.strength import at_strength
 from ..config import TrainConfig
 from ..frozen_base.frozen_layer import LayerSpec
 from ..model import Batch, Denoiser
-from ..objective.loss import loss_at
+from ..objective.parts import parts_of
 from ..user_error import UserError
 from .device_memory import measure_peak, synchronize
 from .placement import Placement, refuse_undifferentiable
@@ -119,8 +120,10 @@ def probe(
     def step() -> None:
         for parameter in parameters.values():
             parameter.grad = None
-        with draws(0, 0):
-            loss_at(denoiser, batch, x0, sigma, torch.ones_like(x0)).backward()  # type: ignore[no-untyped-call]
+        for part in parts_of(batch, config.objective):
+            with draws(0, 0), at_strength(part.strength):
+                loss = part.compute(denoiser, batch, x0, sigma, torch.ones_like(x0), config.objective)
+                loss.backward()  # type: ignore[no-untyped-call]
 
     with Placement(denoiser, adapters, plans, dtype) as placement:
         peak = placement.retry(lambda: measure_peak(step, denoiser.device))

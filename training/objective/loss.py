@@ -25,12 +25,24 @@ from .noise import Draw, draw_noise
 from .sigmas import draw_sigmas
 from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
 
+LossAt = Callable[..., Tensor]
+"""Called as `loss_at` is."""
+
 
 def draw_loss(
-    denoiser: Denoiser, batch: Batch, config: ObjectiveConfig, *, seed: int, index: int
+    denoiser: Denoiser,
+    batch: Batch,
+    config: ObjectiveConfig,
+    *,
+    seed: int,
+    index: int,
+    compute: LossAt | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw sigmas and noise for micro-batch `index`; return its mean loss (a differentiable scalar) and the
-    sigmas (B,)."""
+    sigmas (B,).
+
+    `compute` is the part of the loss, `loss_at` if None; all parts get the same draws.
+    """
     device, family = denoiser.device, denoiser.family
     draw: Draw = partial(rng.generator, seed, index)
     x0 = denoiser.scale_latents(batch.latents.to(device, torch.float32))
@@ -40,7 +52,7 @@ def draw_loss(
     noise = draw_noise(x0.shape, config, draw).to(device)
     extra = torch.randn(x0.shape, generator=draw("perturbation")) if config.input_perturbation else None
     batch = with_guidance(batch, config, family)
-    return loss_at(denoiser, batch, x0, sigma, noise, config, perturbation=extra), sigma
+    return (compute or loss_at)(denoiser, batch, x0, sigma, noise, config, perturbation=extra), sigma
 
 
 def loss_at(
@@ -61,14 +73,21 @@ def loss_at(
     sampling = denoiser.sampling
     x_t, target = add_noise(sampling, sigma, noise, x0)
     if perturbation is not None:
-        x_t, _ = add_noise(sampling, sigma, noise + config.input_perturbation * perturbation.to(noise), x0)
+        x_t = perturb(sampling, sigma, noise, x0, config, perturbation)
     noised = noised_mask(batch, x0)
     if noised is not None:
         x_t = torch.where(noised > 0, x_t, x0)
-    output = network_output(sampling, sigma, x_t, denoiser.denoise(x_t, sigma, batch))
+    output = predict(denoiser, batch, x_t, sigma)
     if config.differential_guidance != 1.0:
         target = differential_target(output.detach(), target, config.differential_guidance)
-    level = Level.of(sampling, sigma, x0.ndim)
+    return compare(denoiser, batch, sigma, output, target, config)
+
+
+def compare(
+    denoiser: Denoiser, batch: Batch, sigma: Tensor, output: Tensor, target: Tensor, config: ObjectiveConfig
+) -> Tensor:
+    """Return the mean loss of the network's `output` against a target for it, both (B, C, H, W)."""
+    level = Level.of(denoiser.sampling, sigma, output.ndim)
     gain = _choice(SPACES, _auto(config.space, denoiser.family.space), "space")(level)
     error = _choice(LOSSES, config.loss, "loss")(gain * (output - target), config.huber_delta)
     error = error * _choice(WEIGHTINGS, config.weighting, "weighting")(level, gain, config)
@@ -84,6 +103,25 @@ def noised_mask(batch: Batch, x0: Tensor) -> Tensor | None:
         return None
     one = torch.ones(1, 1, *x0.shape[2:], device=x0.device)
     return torch.cat([one * mask.to(one) if isinstance(mask, Tensor) else one for mask in masks])
+
+
+def predict(denoiser: Denoiser, batch: Batch, x_t: Tensor, sigma: Tensor) -> Tensor:
+    """Return the network's own output at x_t (B, C, H, W) for the captions of the batch."""
+    return network_output(denoiser.sampling, sigma, x_t, denoiser.denoise(x_t, sigma, batch))
+
+
+def perturb(
+    sampling: Sampling,
+    sigma: Tensor,
+    noise: Tensor,
+    x0: Tensor,
+    config: ObjectiveConfig,
+    perturbation: Tensor | None,
+) -> Tensor:
+    """Return x_t at `sigma` (B,) with the extra noise that the target ignores, if there is any."""
+    if perturbation is not None:
+        noise = noise + config.input_perturbation * perturbation.to(noise)
+    return add_noise(sampling, sigma, noise, x0)[0]
 
 
 def add_noise(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
