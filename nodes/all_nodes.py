@@ -26,7 +26,7 @@ from .lora_tools import (
     ResizeLora,
     UnmergeLora,
 )
-from .measure import MemoryPlan, ValidationLoss
+from .measure import DatasetReport, MemoryPlan, ValidationLoss
 from .memory_settings import MemorySettings
 from .objective_settings import ObjectiveSettings
 from .optimizer_settings import OptimizerSettingsNode
@@ -65,6 +65,7 @@ ALL_NODES = [
     LossPlot,
     CheckpointGrid,
     ValidationLoss,
+    DatasetReport,
     SaveLora,
     SaveTrainingState,
     LoadTrainingState,

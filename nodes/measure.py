@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..training.adapters.select import select
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.progress import progress_bar
 from ..training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
+from ..training.data.picture_report import compare, draw, judge, tabulate, to_json
 from ..training.memory.plan import every_plan
 from ..training.memory.plan_table import tabulate_plans
 from ..training.objective.parts import with_largest_parts
 from ..training.run.saved_state import StateHandle
-from ..training.validation import validation_loss
+from ..training.validation import sample_losses, validation_loss
 from .node import Node
 from .sockets import (
     Dataset,
@@ -56,6 +57,42 @@ class ValidationLoss(Node):
         with progress_bar() as on_progress:
             loss = validation_loss(ComfyDenoiser(model), require_encoded(dataset), on_progress=on_progress)
         return io.NodeOutput(loss, ui={"text": [f"validation loss {loss:.5f}"]})
+
+
+class DatasetReport(Node):
+    """Which images teach, and which are in the way."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="GraftDatasetReport",
+            display_name="Dataset Report",
+            description="Measure every image with the base and with the LoRA, with its caption and without: "
+            "learned, overfitted, not learned, or a caption that does not fit. The worst come first.",
+            search_aliases=["graft", "outliers", "bad images", "captions", "overfit"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="Base model, as for Train Steps."),
+                io.Model.Input("trained", tooltip="MODEL with the LoRA, from Train Steps or Load LoRA."),
+                Dataset.Input("dataset", tooltip="From Encode Dataset: the images that were trained."),
+                io.Int.Input("count", default=16, min=1, max=64, tooltip="Number of images to show."),
+            ],
+            outputs=[io.String.Output("report"), io.String.Output("json"), io.Image.Output("image")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, trained: Any, dataset: Any, count: int) -> io.NodeOutput:
+        dataset = require_encoded(dataset)
+        with progress_bar() as on_progress:
+            base, lora = (
+                sample_losses(ComfyDenoiser(each), dataset, on_progress=on_progress)
+                for each in (model, trained)
+            )
+            judgments = judge(compare(dataset.images, dataset.positions, base, lora))
+            sheet = draw(dataset.images, judgments[:count], on_progress=on_progress)
+        text = tabulate(judgments)
+        shown = ui.PreviewImage(sheet, cls=cls).as_dict()
+        return io.NodeOutput(text, to_json(judgments), sheet, ui={"text": [text], **shown})
 
 
 class MemoryPlan(Node):

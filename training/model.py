@@ -129,6 +129,14 @@ class Samples(Protocol):
         ...
 
 
+class CaptionedSamples(Samples, Protocol):
+    """Samples that can be measured without their captions too."""
+
+    def sample_without_caption(self, index: int) -> Batch:
+        """Return sample `index` with the empty caption."""
+        ...
+
+
 class Sampling(Protocol):
     """The part of ComfyUI's `model_sampling` that training needs. Sigma is the only noise coordinate."""
 

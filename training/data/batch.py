@@ -283,6 +283,25 @@ class EncodedDataset:
         """
         return self._as_validation.batch(1, seed=0, index=index)
 
+    @property
+    def positions(self) -> list[int]:
+        """The position in the image set of what `sample` returns for each index."""
+        chosen = (self._as_validation.choose(1, seed=0, index=index) for index in range(len(self)))
+        return [int(self.index.sample[each.entries[0]]) for each in chosen]
+
+    def sample_without_caption(self, index: int) -> Batch:
+        """Return entry `index` as `sample` does, with the empty caption.
+
+        Raises UserError where nothing says how that is encoded.
+        """
+        chosen = self._as_validation.choose(1, seed=0, index=index)
+        sample = int(self.index.sample[chosen.entries[0]])
+        text = int(self.index.text_start[sample])
+        key = self.index.text_key(sample, text, has_caption=False, has_references=True)
+        if key == NO_KEY:
+            raise UserError(EMPTY_IS_MISSING)
+        return self._read(replace(chosen, texts=[key], captions=[""]))
+
     @cached_property
     def _as_validation(self) -> EncodedDataset:
         return self if self.steady else self.validation()

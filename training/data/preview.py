@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -50,6 +50,46 @@ def preview(
             lambda done: on_progress(done, len(chosen), "Drawing"),
         )
     )
+    return _arrange(cells, columns)
+
+
+def draw_sheet(
+    images: ImageSet,
+    lines: Mapping[int, Sequence[str]],
+    *,
+    columns: int = 4,
+    cell: int = 200,
+    on_progress: OnProgress = no_progress,
+) -> Tensor:
+    """Draw images with lines of text below each: {position in the set: lines}, in that order.
+
+    Returns (1, H, W, 3) float32 in 0..1. `on_progress` may raise to cancel.
+    """
+
+    def draw(position: int) -> Image.Image:
+        drawn = Image.new("RGB", (cell + 2 * _MARGIN, cell + 3 * _MARGIN + _LINE * _LINES), _PAPER)
+        sample = images.samples[position]
+        shown = list(lines[position])
+        try:
+            upright, _ = _drawable(images.source(sample), sample)
+            scale = cell / max(upright.size)
+            size = (max(1, round(upright.size[0] * scale)), max(1, round(upright.size[1] * scale)))
+            pixels = upright.crop((0, 0, *upright.size), size)
+            place = (_MARGIN + (cell - size[0]) // 2, _MARGIN + (cell - size[1]) // 2)
+            drawn.paste(Image.fromarray((pixels * 255).astype(np.uint8)), place)
+        except UserError as error:  # the file changed meanwhile
+            shown.append(f"cannot be shown: {error}")
+        _write(drawn, shown, cell)
+        return drawn
+
+    def report(done: int) -> None:
+        on_progress(done, len(lines), "Drawing")
+
+    return _arrange(list(load_ahead(draw, list(lines), report)), columns)
+
+
+def _arrange(cells: Sequence[Image.Image], columns: int) -> Tensor:
+    """Return images of equal size as one, (1, H, W, 3) float32 in 0..1."""
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)
     width, height = cells[0].size
@@ -101,7 +141,11 @@ def _masked(frame: UprightImage, mask: Image.Image | None, size: Size) -> Image.
 
 
 def _drawable(source: Source, sample: Sample) -> tuple[list[UprightImage], Image.Image | None]:
-    """Return an image's pixels and mask; some frames of a clip; a single gray pixel for a latent file."""
+    """Return an image's pixels and mask; some frames of a clip; a single gray pixel for a latent file or
+    latents from the graph.
+    """
+    if source.is_encoded:
+        return [image_from_array(np.full((1, 1, 3), 0.5, np.float32))], None
     if sample.frames:
         shown = {round(place * (sample.frames - 1) / (FRAMES - 1)) for place in range(FRAMES)}
         frames = enumerate(open_clip(source, sample, sample.frames))
