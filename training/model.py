@@ -84,6 +84,8 @@ class Batch:
     is."""
     captions: Sequence[str] = ()
     """One a sample, as the text encoder is given it: for runs that train the text encoder."""
+    given: Sequence[Conditioning] = ()
+    """The part of each sample's conditioning that is its own and not its caption's: a clip's first frame."""
     preserved: Captions | None = None
     """Where preservation is due: the captions at which the LoRA is held to the base."""
     slider: SliderTexts | None = None
@@ -92,8 +94,10 @@ class Batch:
     """For a slider from pairs: the other end, which the LoRA learns at strength -1."""
 
     def with_captions(self, captions: Captions) -> Batch:
-        """Return the batch with other captions in place of its own."""
-        return replace(self, conditioning=captions.conditioning, captions=captions.texts)
+        """Return the batch with other captions in place of its own, and what else it is given."""
+        given = self.given or ({},) * len(captions.conditioning)
+        conditioning = [{**text, **own} for text, own in zip(captions.conditioning, given, strict=True)]
+        return replace(self, conditioning=conditioning, captions=captions.texts)
 
 
 class Dataset(Protocol):

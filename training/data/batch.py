@@ -151,6 +151,7 @@ class EncodedDataset:
             weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
             extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
             captions=chosen.captions if self._is_captioned else (),
+            given=[own for _, own in views],
         )
 
     def largest_batch(self, size: int) -> Batch:
@@ -180,6 +181,7 @@ class EncodedDataset:
             conditioning=[{**longest, **own}] * size,
             extras=[self._extras(entry, view)] * size,
             captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self._is_captioned)],
+            given=[own] * size,
         )
         return self._with_slider(replace(batch, opposite=batch) if self.images.pairs else batch)
 
@@ -194,10 +196,8 @@ class EncodedDataset:
             return self._slider_captions(len(samples))[-1]
         texts = _pick(self.index.text_start, samples, self._draws(len(samples), seed, index)[1])
         places = list(zip(samples.tolist(), texts.tolist(), strict=True))
-        views = [self._view(view)[1] for view in chosen.views]
-        texts_of = [self._conditioning(self._preserved_key(*place)) for place in places]
         return Captions(
-            [{**text, **view} for text, view in zip(texts_of, views, strict=True)],
+            [self._conditioning(self._preserved_key(*place)) for place in places],
             [self._pair(*place)[1] for place in places] if self._is_captioned else (),
         )
 
@@ -300,7 +300,7 @@ class EncodedDataset:
         key = self.index.text_key(sample, text, has_caption=False, has_references=True)
         if key == NO_KEY:
             raise UserError(EMPTY_IS_MISSING)
-        return self._read(replace(chosen, texts=[key], captions=[""]))
+        return self._read(replace(chosen, texts=[key], captions=[""]), seed=0, index=index)
 
     @cached_property
     def _as_validation(self) -> EncodedDataset:

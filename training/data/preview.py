@@ -71,7 +71,7 @@ def draw_sheet(
         sample = images.samples[position]
         shown = list(lines[position])
         try:
-            upright, _ = _drawable(images.source(sample), sample)
+            [upright, *_], _ = _drawable(images.source(sample), sample)
             scale = cell / max(upright.size)
             size = (max(1, round(upright.size[0] * scale)), max(1, round(upright.size[1] * scale)))
             pixels = upright.crop((0, 0, *upright.size), size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..config import AdapterConfig
 from ..files.whole_file import whole_file
 from ..frozen_base.frozen_layer import LayerSpec
 from ..log import log
-from ..model import Batch, Conditioning, Denoiser
+from ..model import Batch, Denoiser
 from .estimate import MASK, StepEstimate
 
 MOST = 500

@@ -71,12 +71,8 @@ def loss_at(
     x_t, times `config.input_perturbation`, but not the target (Ning et al. 2023, arXiv:2301.11706, alg. 1).
     """
     sampling = denoiser.sampling
-    x_t, target = add_noise(sampling, sigma, noise, x0)
-    if perturbation is not None:
-        x_t = perturb(sampling, sigma, noise, x0, config, perturbation)
-    noised = noised_mask(batch, x0)
-    if noised is not None:
-        x_t = torch.where(noised > 0, x_t, x0)
+    _, target = add_noise(sampling, sigma, noise, x0)
+    x_t = noise_input(sampling, batch, sigma, noise, x0, config, perturbation)
     output = predict(denoiser, batch, x_t, sigma)
     if config.differential_guidance != 1.0:
         target = differential_target(output.detach(), target, config.differential_guidance)
@@ -91,17 +87,19 @@ def compare(
     gain = _choice(SPACES, _auto(config.space, denoiser.family.space), "space")(level)
     error = _choice(LOSSES, config.loss, "loss")(gain * (output - target), config.huber_delta)
     error = error * _choice(WEIGHTINGS, config.weighting, "weighting")(level, gain, config)
-    return _mean(error, batch, noised)
+    return _mean(error, batch, noised_mask(batch, output))
 
 
-def noised_mask(batch: Batch, x0: Tensor) -> Tensor | None:
+def noised_mask(batch: Batch, latents: Tensor) -> Tensor | None:
     """Return (B, 1, T, H, W) or what broadcasts to it: 1 where latents are noised and trained, 0 where the
     model is given them clean, by the "denoise_mask" of each sample. None if no sample has one.
+
+    `latents` are (B, C, T, H, W).
     """
     masks = [conditioning.get("denoise_mask") for conditioning in batch.conditioning]
     if not any(isinstance(mask, Tensor) for mask in masks):
         return None
-    one = torch.ones(1, 1, *x0.shape[2:], device=x0.device)
+    one = torch.ones(1, 1, *latents.shape[2:], device=latents.device)
     return torch.cat([one * mask.to(one) if isinstance(mask, Tensor) else one for mask in masks])
 
 
@@ -110,18 +108,23 @@ def predict(denoiser: Denoiser, batch: Batch, x_t: Tensor, sigma: Tensor) -> Ten
     return network_output(denoiser.sampling, sigma, x_t, denoiser.denoise(x_t, sigma, batch))
 
 
-def perturb(
+def noise_input(
     sampling: Sampling,
+    batch: Batch,
     sigma: Tensor,
     noise: Tensor,
     x0: Tensor,
     config: ObjectiveConfig,
     perturbation: Tensor | None,
 ) -> Tensor:
-    """Return x_t at `sigma` (B,) with the extra noise that the target ignores, if there is any."""
+    """Return x_t at `sigma` (B,): with the extra noise that the target ignores, if there is any, and without
+    noise where the model is given the latents.
+    """
     if perturbation is not None:
         noise = noise + config.input_perturbation * perturbation.to(noise)
-    return add_noise(sampling, sigma, noise, x0)[0]
+    x_t = add_noise(sampling, sigma, noise, x0)[0]
+    noised = noised_mask(batch, x0)
+    return x_t if noised is None else torch.where(noised > 0, x_t, x0)
 
 
 def add_noise(sampling: Sampling, sigma: Tensor, noise: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..adapters.strength import at_strength
 from ..config import ObjectiveConfig
 from ..model import Batch, Denoiser
-from .loss import compare, perturb, predict
+from .loss import compare, noise_input, predict
 
 
 def is_due(config: ObjectiveConfig, index: int) -> bool:
@@ -47,7 +47,7 @@ def preservation_at(
     """
     assert batch.preserved is not None, "parts_of asks where they are"
     batch = replace(batch.with_captions(batch.preserved), masks=None, weights=None)
-    x_t = perturb(denoiser.sampling, sigma, noise, x0, config, perturbation)
+    x_t = noise_input(denoiser.sampling, batch, sigma, noise, x0, config, perturbation)
     with torch.no_grad(), at_strength(0):
         target = predict(denoiser, batch, x_t, sigma)
     return compare(denoiser, batch, sigma, predict(denoiser, batch, x_t, sigma), target, config)

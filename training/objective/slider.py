@@ -14,7 +14,7 @@ from torch import Tensor
 from ..adapters.strength import at_strength
 from ..config import ObjectiveConfig
 from ..model import Batch, Denoiser
-from .loss import compare, loss_at, perturb, predict, with_guidance
+from .loss import compare, loss_at, noise_input, predict, with_guidance
 
 ENDS = (1.0, -1.0)
 """Strengths at which a slider is trained."""
@@ -40,7 +40,7 @@ class SliderLoss:
     ) -> Tensor:
         """Return the mean loss at an end, a scalar. The other arguments are those of `loss_at`."""
         assert batch.slider is not None, "parts_of asks where there is one"
-        x_t = perturb(denoiser.sampling, sigma, noise, x0, config, perturbation)
+        x_t = noise_input(denoiser.sampling, batch, sigma, noise, x0, config, perturbation)
         if self._base is None:
             self._base = base_outputs(denoiser, batch, x_t, sigma)
         neutral, direction = self._base
