@@ -13,6 +13,7 @@ import pytest
 from graft.commands.headless.server import server
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.checkout import ROOT
+from graft.tests.support.first_lora import first_lora, four_squares, lora
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="no curl"),
@@ -52,6 +53,16 @@ def test_the_complete_graph_trains_saves_and_can_be_followed(comfy):
         0
     ].keys()
     assert send(comfy, files, run)["checkpoints"][-1] == 20
+
+
+def test_the_slider_of_the_page_trains_on_top_of_a_graph(execute, base):
+    four_squares(base)
+    graph = {key: node for key, node in first_lora("slider", steps=2).items() if int(key) < 7}
+    graph |= json.loads(f"{{{block('GraftSliderFromWords').strip().rstrip(',')}}}")
+    execute(graph)
+    tensors, metadata = lora(base, "slider")
+    assert any(key.endswith("lora_up.weight") and tensor.any() for key, tensor in tensors.items())
+    assert json.loads(metadata["graft_slider"])["negative"] == "green apple"
 
 
 def test_a_template_is_queued_finished_and_cancelled(comfy):

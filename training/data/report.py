@@ -70,6 +70,9 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
     ]
     for place, source in enumerate(dataset.images.sources):
         chosen = entries[index.source[index.sample[entries]] == place]
+        if dataset.images.pairs and not len(chosen):
+            lines.append(f"Folder {source.title}: the other ends, at strength -1")
+            continue
         share = index.repeats[chosen].sum() / max(index.repeats[entries].sum(), 1)
         kind = " (regularisation)" if source.config.regularisation else ""
         lines.append(

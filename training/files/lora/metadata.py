@@ -230,6 +230,7 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
         "ss_caption_dropout_rate": max(config.caption.dropout for config in configs),
         "ss_caption_tag_dropout_rate": max(config.caption.tag_dropout for config in configs),
         **({TRIGGER: ", ".join(triggers)} if triggers else {}),
+        **({"graft_slider": to_dict(dataset.images.words)} if dataset.images.words else {}),
     }
 
 
