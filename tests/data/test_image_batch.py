@@ -17,7 +17,7 @@ def test_images_in_memory_become_batches_and_are_cached(tmp_path):
     one, two = FakeEncoder(), FakeEncoder()
     batch = encode(images, one, tmp_path).batch(2, seed=0, index=0)
     encode(from_images(TWO.clone(), ["one", "two"], config=SMALL), two, tmp_path)
-    assert sorted(batch.names) == ["image-0", "image-1"] and one.calls == (2, 2) and two.calls == (0, 0)
+    assert sorted(batch.names) == ["image-0", "image-1"] and one.calls == (2, 3) and two.calls == (0, 0)
 
 
 def test_pixels_are_not_rounded_to_eight_bits(tmp_path):
@@ -68,7 +68,7 @@ def test_what_cannot_be_a_dataset_is_refused(images, captions, masks, message):
 def test_missing_captions_can_be_the_trigger(tmp_path):
     config = replace(SMALL, caption=CaptionConfig(missing="trigger", trigger="sks"))
     encode(from_images(TWO, [""], config=config), encoder := FakeEncoder(), tmp_path)
-    assert encoder.texts == ["sks"]
+    assert encoder.texts == ["sks", ""]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_batch_has_the_stored_latents_and_the_vae_is_not_run(tmp_path, name, e
     encoder = FakeEncoder()
     batch = encoded(tmp_path / "set", encoder=encoder).batch(1, seed=0, index=0)
     assert torch.equal(batch.latents[0], torch.from_numpy(NUMBERS.astype(dtype)).float())
-    assert batch.names == (name,) and batch.captions == ["a cat"] and encoder.calls == (0, 1)
+    assert batch.names == (name,) and batch.captions == ["a cat"] and encoder.calls == (0, 2)
 
 
 @pytest.mark.parametrize("architecture", ["flux", "lumina"])
@@ -143,7 +143,7 @@ def test_a_folder_of_pictures_and_latents_is_encoded_once(tmp_path, monkeypatch)
     add(tmp_path / "set", "a.png", "one"), write(tmp_path / "set", "b.npz", "two")
     one, two = FakeEncoder(), FakeEncoder()
     batch = encoded(tmp_path / "set", encoder=one).batch(2, seed=0, index=0)
-    assert set(batch.names) == {"a.png", "b.npz"} and one.calls == (1, 2)
+    assert set(batch.names) == {"a.png", "b.npz"} and one.calls == (1, 3)
     monkeypatch.setattr("graft.training.data.cache.open_latents", None)
     again = encoded(tmp_path / "set", encoder=two).batch(2, seed=0, index=0)
     assert two.calls == (0, 0) and torch.equal(batch.latents, again.latents)

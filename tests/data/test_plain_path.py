@@ -25,7 +25,7 @@ def test_a_second_run_encodes_nothing_and_gives_the_same_batches(tmp_path):
     first, again = FakeEncoder(), FakeEncoder()
     one = encode(scan(tmp_path / "set", SMALL), first, tmp_path / "cache")
     two = encode(scan(tmp_path / "set", SMALL), again, tmp_path / "cache")
-    assert first.calls == (3, 3) and again.calls == (0, 0)
+    assert first.calls == (3, 4) and again.calls == (0, 0)
     assert one.fingerprint == two.fingerprint
     for index in range(5):
         a, b = one.batch(2, seed=1, index=index), two.batch(2, seed=1, index=index)
@@ -40,11 +40,11 @@ def test_all_images_are_encoded_before_the_first_caption(tmp_path):
     encoder.encode_image = lambda pixels: (order.append("image"), images(pixels))[1]
     encoder.encode_text = lambda text: (order.append("text"), texts(text))[1]
     encode(scan(tmp_path / "set", SMALL), encoder, tmp_path / "cache")
-    assert order == ["image", "image", "text", "text"]
+    assert order == ["image", "image", "text", "text", "text"]
 
 
 def test_the_trigger_word_reaches_the_text_encoder(tmp_path):
     add(tmp_path / "set", "a.png", "a photo of [trigger]"), add(tmp_path / "set", "b.png", "a cat")
     config = DatasetConfig(bucket=SMALL.bucket, caption=CaptionConfig(trigger="sks"))
     encode(scan(tmp_path / "set", config), encoder := FakeEncoder(), tmp_path / "cache")
-    assert encoder.texts == ["a photo of sks", "sks, a cat"]
+    assert encoder.texts == ["a photo of sks", "", "sks, a cat"]
