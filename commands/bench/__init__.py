@@ -16,6 +16,7 @@ BENCHMARKS = {
     "step": ("step", "time and memory of a step, beside other trainers on the same base"),
     "quality": ("quality", "how fast a LoRA learns, beside ComfyUI's TrainLoraNode"),
     "plan": ("plan", "CPU time to plan a run, and to plan it once more"),
+    "gpu": ("gpu", "all that wants measuring on a GPU, in calls of a few minutes"),
     "load": ("load", "loading a base of 5 GB for training, beside plainly reading its file"),
 }
 """name -> (module in this folder, what it measures)."""

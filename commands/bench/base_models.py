@@ -118,6 +118,26 @@ NARROW: Mapping[str, BaseModel] = {
 """All of their layers, each so small that a step lasts as long as calling them: what fast cards wait for."""
 
 
+_DRY_UNET = {
+    **_unet((0, 0, 1, 1), 1, (0, 0, 0, 1, 1, 1), 64),
+    "num_res_blocks": [2, 2],
+    "channel_mult": [1, 2],
+}
+_DRY_MMDIT = {"num_patches": 32**2, "pos_embed_max_size": 32, "qk_norm": "rms"}
+
+DRY: Mapping[str, BaseModel] = {
+    "sdxl": BaseModel("SDXL", _DRY_UNET, (4, 16, 16), 8, 2048, 1280),
+    "sd35m": BaseModel(
+        "SD3", _mmdit(3, **_DRY_MMDIT, x_block_self_attn_layers=[0]), (16, 16, 16), 8, 4096, 2048
+    ),
+    "sd35l": BaseModel("SD3", _mmdit(4, **_DRY_MMDIT), (16, 16, 16), 8, 4096, 2048),
+    "flux": BaseModel(
+        "Flux", {**_NARROW_FLUX, "depth": 2, "depth_single_blocks": 3}, (16, 16, 16), 8, 4096, 768
+    ),
+}
+"""The families of FULL, so small that a dry run trains each in a second."""
+
+
 def build(model: BaseModel, dtype: torch.dtype, *, seed: int = 0) -> Any:
     """Return a ModelPatcher with random weights that keep the size of what passes through, in host memory as
     ComfyUI's loaders leave them."""
