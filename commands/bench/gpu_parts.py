@@ -1,6 +1,7 @@
 """The parts of `graft bench gpu`, and how each is measured. Every part runs in a process of its own.
 
 - a model by a plan: seconds a step, the allocator's peak beside the estimate, share of the device's speed
+- a model by another trainer of `graft bench step`, or its bound
 - "plans": every plan of a model ends in the same bits
 - "small": the rest of the device is taken, and the plan is "auto": which one does a run end up with?
 - "dynamic": a run with ComfyUI's dynamic VRAM on and off ends in the same bits
@@ -43,6 +44,8 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 }
 """Name -> Memory Settings; those that this Graft does not have are skipped."""
 
+OTHERS = ("bound", "train_lora_node", "train_lora_node_as_shipped", "peft", "wrappers")
+"""Contenders of `graft bench step` that are not Graft's own."""
 MODELS = ("sdxl", "sd35m", "sd35l", "flux")
 STEPS = 5
 
@@ -56,6 +59,8 @@ class Part:
     """Key of KINDS."""
     model: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
+    contender: str = ""
+    """One of OTHERS."""
     rank: int = 16
     batch: int = 1
     free_gib: float = 0.0
@@ -75,6 +80,11 @@ def _parts() -> Sequence[Part]:
         Part(f"{model} {plan}", "step", model, memory, seconds=slow.get(model, 120.0))
         for model in MODELS
         for plan, memory in PLANS.items()
+    ]
+    found += [
+        Part(f"{model} {other}", "others", model, contender=other, seconds=slow.get(model, 120.0))
+        for model in MODELS
+        for other in OTHERS
     ]
     for mode in ("selective", "block", "block-offload"):
         memory = {"base": "resident", "checkpointing": mode}
@@ -118,6 +128,28 @@ def _step(part: Part, device: str, size: str, folder: Path | None) -> dict[str, 
     with ExitStack() as stack:
         patcher = _base(part, size, folder, stack)
         return {"rows": [_train(patcher, part, size, part.memory)]}
+
+
+def _others(part: Part, device: str, size: str, folder: Path | None) -> dict[str, Any]:
+    """Train by another trainer; one of them, as each keeps a copy of the network on the device."""
+    from argparse import Namespace
+
+    from .step import measure
+
+    start_comfyui(device)
+    numbers = {"rank": part.rank, "batch": part.batch, "repeats": 1, "steps": STEPS - 1}
+    args = Namespace(**numbers, clock="wall", only=[part.contender], rss=False)
+    found = measure(part.model, _model(part, size), args)
+    if part.contender in found["missing"]:
+        return {"skipped": found["missing"][part.contender]}
+    name, peak = part.contender, found["tensors_mb"][part.contender] * 1e6 / GIB
+    row = {
+        "plan": name,
+        "seconds": found[name],
+        "peak_gib": round(peak, 4),
+        "of_peak": found["of_peak"][name],
+    }
+    return {"rows": [row]}
 
 
 def _plans(part: Part, device: str, size: str, folder: Path | None) -> dict[str, Any]:
@@ -215,7 +247,14 @@ def _tests(part: Part, device: str, size: str, folder: Path | None) -> dict[str,
     return {"note": lines[-1] if lines else f"exit code {done.returncode}", "output": lines[-40:]}
 
 
-KINDS = {"step": _step, "plans": _plans, "small": _small, "dynamic": _dynamic, "tests": _tests}
+KINDS = {
+    "step": _step,
+    "others": _others,
+    "plans": _plans,
+    "small": _small,
+    "dynamic": _dynamic,
+    "tests": _tests,
+}
 
 
 def _model(part: Part, size: str) -> Any:

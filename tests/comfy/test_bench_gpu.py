@@ -31,6 +31,11 @@ def test_a_model_is_measured_by_a_plan(plan):
     assert 0 < row["estimate_gib"] and row["peak_gib"] > 0 and row["ratio"] > 0
 
 
+def test_the_bound_stands_beside():
+    (row,) = dry("sdxl bound")["rows"]
+    assert row["plan"] == "bound" and row["seconds"] > 0 and row["peak_gib"] > 0 and row["of_peak"] > 0
+
+
 def test_settings_that_this_graft_lacks_are_skipped():
     part = gpu_parts.Part("x", "step", "flux", {"no_such_setting": 1})
     assert "no no_such_setting" in run_part(part, "cpu", "dry", None)["skipped"]

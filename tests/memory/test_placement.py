@@ -21,6 +21,7 @@ from graft.training.memory.plan import candidates
 from graft.training.memory.weight_store import STORES, UNPLACED
 from graft.training.model import OFFLOAD_ALL
 from graft.training.run.execute import run_key
+from graft.training.user_error import UserError
 
 
 class Small(TinyDenoiser):
@@ -109,6 +110,17 @@ def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="mat1"):
         trained({}, Small(fails))
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_network_that_cannot_be_deterministic_is_refused_by_name():
+    class Scattered(TinyDenoiser):
+        def denoise(self, *args):
+            raise RuntimeError(
+                "scatter_reduce_ does not have a deterministic implementation, but you set ..."
+            )
+
+    with pytest.raises(UserError, match="tiny cannot be trained under --deterministic.*scatter_reduce_"):
+        trained({}, Scattered())
 
 
 @pytest.mark.parametrize(
