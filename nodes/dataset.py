@@ -46,9 +46,9 @@ class LoadDataset(Node):
         return schema(
             node_id="GraftLoadDataset",
             display_name="Load Dataset",
-            description="Load a folder of images or video clips from ComfyUI's input directory, each with "
-            "its caption in a .txt file of the same name.",
-            search_aliases=["graft", "images", "captions", "folder", "video", "clips"],
+            description="Load a folder of images, video clips or sounds from ComfyUI's input directory, each "
+            "with its caption in a .txt file of the same name.",
+            search_aliases=["graft", "images", "captions", "folder", "video", "clips", "sound"],
             inputs=[
                 Files(
                     "folder",
@@ -61,6 +61,7 @@ class LoadDataset(Node):
                 widget(DatasetConfig, "skip_bad_images"),
                 widget(DatasetConfig, "frames"),
                 widget(DatasetConfig, "leave_out"),
+                widget(DatasetConfig, "seconds"),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
             ],
             outputs=[Dataset.Output("dataset")],
@@ -72,9 +73,11 @@ class LoadDataset(Node):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, folder: str, recursive: bool = False, frames: int = 0, **others: Any) -> str:
+    def fingerprint_inputs(
+        cls, folder: str, recursive: bool = False, frames: int = 0, seconds: float = 0.0, **others: Any
+    ) -> str:
         path = data.resolve_dataset(folder, paths.dataset_roots())
-        config = DatasetConfig(recursive=recursive, frames=frames)
+        config = DatasetConfig(recursive=recursive, frames=frames, seconds=seconds)
         return data.fingerprint(path, config, raise_if_cancelled)
 
     @classmethod

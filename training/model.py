@@ -293,6 +293,10 @@ class Encoder(Protocol):
         """(frames, H, W, 3) float32 in 0..1 -> (1, C, T, H/r, W/r) float32 latents of one clip."""
         ...
 
+    def encode_sound(self, samples: Tensor, rate: int) -> Tensor:
+        """(2, samples) float32 at `rate` per second -> (1, C, ...) float32 latents."""
+        ...
+
     @property
     def first_frame(self) -> str:
         """What conditions the model on a clip's first frame, part of the cache's keys; "" for nothing."""

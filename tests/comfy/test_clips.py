@@ -18,7 +18,7 @@ from graft.tests.support.card import PRETENDED
 from graft.tests.support.clips import decoded, moving, write_clip
 from graft.tests.support.memory import measured
 from graft.tests.support.tiny_others import OTHERS
-from graft.tests.support.tiny_videos import FIRST_FRAMES, WAN_I2V, wan_vae
+from graft.tests.support.tiny_videos import FIRST_FRAMES, WAN_I2V, Clip, wan_vae
 from graft.training.adapters.build import attach, restore_adapters, select
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder, stock_node
@@ -40,30 +40,6 @@ CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 CLIPS = DatasetConfig(
     frames=9, first_frame=1.0, dtype="fp32", bucket=BucketConfig(resolutions=(64,), square=True)
 )
-
-
-class Patcher:
-    patches: dict = {}
-
-    def is_clone(self, other):
-        return False
-
-
-class Clip:
-    """A CLIP whose texts are those of a tiny model."""
-
-    layer_idx, patcher = None, Patcher()
-    tokenizer, cond_stage_model = None, torch.nn.Linear(1, 1)
-
-    def __init__(self, tiny):
-        self.tiny = tiny
-
-    def tokenize(self, text):
-        return text
-
-    def encode_from_tokens_scheduled(self, text):
-        options = self.tiny.conditioning(0)
-        return [[options.pop("cross_attn"), {"pooled_output": None, **options}]]
 
 
 class Case:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from graft import __main__ as launch
 from graft.training.data import encode, from_videos, join, preview, report, scan, summary
 from graft.training.data.clip import ClipHeader
 
@@ -135,6 +139,37 @@ def test_what_is_cached_is_encoded_once_and_again_after_a_change(tmp_path):
     write_clip(folder / "a.mp4", moving(18, seed=1))
     _, encoder = encoded(folder, tmp_path / "cache")
     assert len(encoder.images) == 1
+
+
+KILLED = """
+import os, runpy, sys
+runpy.run_path(sys.argv[1])["import_graft"]()
+from graft.tests.support.datasets import FakeEncoder
+from graft.tests.data.test_clips import CLIPS
+from graft import __main__ as launch
+from graft.training.data import encode, scan
+
+class Killed(FakeEncoder):
+    def encode_clip(self, pixels):
+        return os.kill(os.getpid(), 9) if len(self.images) == 2 else super().encode_clip(pixels)
+
+encode(scan(sys.argv[2], CLIPS), Killed(), sys.argv[3])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such signal there")
+def test_a_process_killed_while_it_encodes_clips_goes_on_where_it_was_to_the_same_batches(tmp_path):
+    folder = tmp_path / "clips"
+    for index in range(4):
+        write_clip(folder / f"{index}.mp4", moving(9, seed=index))
+    command = [sys.executable, "-c", KILLED, launch.__file__, str(folder), str(tmp_path / "cache")]
+    assert subprocess.run(command, timeout=120).returncode == -9
+    data, encoder = encoded(folder, tmp_path / "cache")
+    whole, _ = encoded(folder, tmp_path / "other")
+    assert len(encoder.images) == 2 and data.fingerprint == whole.fingerprint
+    for index in range(4):
+        one, other = (each.batch(1, seed=0, index=index) for each in (data, whole))
+        assert torch.equal(one.latents, other.latents) and one.names == other.names
 
 
 def test_a_dataset_without_clips_has_the_digest_that_it_had_with_any_setting_of_clips(tmp_path):

@@ -392,6 +392,8 @@ class EncodedDataset:
         if self.images.sources[self.index.source[sample]].is_encoded:
             return {}
         width, height = self.index.sizes[sample].tolist()
+        if not height:  # a sound, as Conditioning Stable Audio describes it
+            return {"seconds_start": self.images.samples[sample].start / 1000, "seconds_total": width / 1000}
         left, top = self.index.offsets[view].tolist()
         target_width, target_height, *frames = self.index.buckets[self.index.bucket[entry]]
         fps = self.images.sources[self.index.source[self.index.sample[entry]]].config.fps

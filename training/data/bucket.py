@@ -21,7 +21,7 @@ from .config import AugmentConfig, BucketConfig
 Size = tuple[int, int]
 """(width, height) in pixels."""
 Bucket = tuple[int, ...]
-"""(width, height) of images, (width, height, frames) of clips."""
+"""(width, height) of images, (width, height, frames) of clips, (milliseconds,) of sounds."""
 Box = tuple[float, float, float, float]
 """(left, top, right, bottom) in pixels of the upright source image."""
 

@@ -32,7 +32,7 @@ from .image import crop_mask
 from .image_file import BadImage
 from .index import KEY_BYTES, NO_KEY, Index, IndexBuilder, SourceRules
 from .latent_file import architecture_of
-from .open_sample import content_of, mask_file, open_clip, open_latents, open_sample
+from .open_sample import content_of, mask_file, open_clip, open_latents, open_sample, open_sound
 from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
@@ -41,6 +41,8 @@ VERSION = 1
 """Part of every key; raised whenever encoded tensors change. A part that is new to keys is left out of
 them at its default."""
 NOTHING: Conditioning = {}
+SOUND = View(Crop((0, 0), (0.0, 0.0, 0.0, 0.0)))
+"""What stands for the view of a sound, which has none."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -139,6 +141,10 @@ class _Work:
             *self._clip_parts(sample, config),
         )
 
+    def sound_key(self, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
+        piece = (sample.start, config.seconds)
+        return cache_key("sound", self.image_fingerprint, content.hex(), *piece, config.dtype)
+
     def _clip_parts(self, sample: Sample, config: DatasetConfig) -> tuple[object, ...]:
         """Return what a clip's key has beside an image's: which of its frames."""
         frames = self.frames(sample)
@@ -187,14 +193,19 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             content, buckets = bytes(16), []
             try:
                 content, mask = content_of(source, sample, partial(hashes.of, check=check))
-                buckets = views_for(
-                    *size, content[:8].hex(), source.config, step=work.step, encoded=sample.encoded
-                )
+                buckets = _views(work, source, sample, content[:8].hex())
             except UserError as error:  # BadImage, or no bucket for this size
                 bad[position] = str(error)
             # Unusable images are indexed too, without entries, so that positions match the ImageSet.
             builder.add_sample(size, sample.source, content, texts, preserved=preserved)
             missing, frames = False, work.frames(sample)
+            if sample.is_sound and position not in bad:
+                key, piece = (
+                    work.sound_key(sample, content, source.config),
+                    round(1000 * source.config.seconds),
+                )
+                builder.add_entry(position, (piece,), sample.repeats, [key], [NO_KEY], [(0, 0)])
+                missing = work.lacks("latents", key)
             for views in buckets:
                 latent_keys = [work.latent_key(view, sample, content, source.config) for view in views]
                 mask_keys = [work.mask_key(view, sample, mask) for view in views]
@@ -211,6 +222,14 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
     return builder.build(), unseen, unread, bad
 
 
+def _views(work: _Work, source: Source, sample: Sample, content: str) -> list[list[View]]:
+    """Return the views of an image or clip at each of its resolutions; none of a sound."""
+    if sample.is_sound:
+        return []
+    size = (sample.width, sample.height)
+    return views_for(*size, content, source.config, step=work.step, encoded=sample.encoded)
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """A view on its way to the VAE. `pixels`, `latents` or `mask` is None if it is in the cache."""
@@ -221,6 +240,8 @@ class _Loaded:
     pixels: Tensor | None = None
     latents: Tensor | None = None
     """From a latent file, in place of pixels."""
+    sound: tuple[Tensor, int] | None = None
+    """(2, samples) and their rate, in place of pixels."""
     mask: Tensor | None = None
 
 
@@ -239,6 +260,9 @@ def _encode_images(
             if item.mask is not None and work.lacks("masks", item.mask_key):
                 work.write("masks", item.mask_key, {"mask": item.mask})
             latents, given = item.latents, NOTHING
+            if item.sound is not None and work.lacks("latents", item.latent_key):
+                latents = work.encoder.encode_sound(*item.sound)[0].float()
+                _require_finite(latents, sample)
             if item.pixels is not None and work.lacks("latents", item.latent_key):
                 latents, given = _encode_pixels(work, item.pixels, sample)
             if latents is not None:
@@ -260,12 +284,16 @@ def _encode_pixels(work: _Work, pixels: Tensor, sample: Sample) -> tuple[Tensor,
     assert latents.shape[-2:] == (height, width), (
         f"latents {tuple(latents.shape)}, expected (..., {height}, {width})"
     )
+    _require_finite(latents, sample)
+    return latents, given
+
+
+def _require_finite(latents: Tensor, sample: Sample) -> None:
     if not torch.isfinite(latents).all():
         raise UserError(
             f"{sample.name}: the VAE returned NaN or infinite values. Half precision is too coarse for some "
             "VAEs: start ComfyUI with --fp32-vae or --bf16-vae, or load another VAE."
         )
-    return latents, given
 
 
 def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
@@ -286,15 +314,16 @@ def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:
     sample = work.images.samples[position]
     source = work.images.source(sample)
     content = int(index.content[position]).to_bytes(8, "little").hex()
-    size = (sample.width, sample.height)
-    buckets = views_for(*size, content, source.config, step=work.step, encoded=sample.encoded)
-    views = [view for bucket in buckets for view in bucket]
+    views = [view for bucket in _views(work, source, sample, content) for view in bucket]
+    views = [SOUND] if sample.is_sound else views
     first = int(index.view_start[np.searchsorted(index.sample, position)])
     wanted = [
         _Loaded(view, index.latent_key(place), index.mask_key(place))
         for place, view in enumerate(views, first)
     ]
     try:
+        if sample.is_sound:
+            return [replace(wanted[0], sound=open_sound(source, sample))]
         load = _with_latents if sample.encoded else _with_frames if sample.frames else _with_pixels
         return load(work, source, sample, wanted)
     except BadImage as error:

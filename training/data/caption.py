@@ -23,6 +23,8 @@ from .config import CaptionConfig, DatasetConfig
 from .image_file import BadImage
 
 TRIGGER = "[trigger]"
+LYRICS = "\n[lyrics]\n"
+"""Between the tags and the lyrics of a sound's caption. Lyrics are trained as they are."""
 LONGEST = 16_384
 """Letters of a caption as the text encoder gets it: some 4,000 tokens, several times what any was trained
 with. Encoders that take them all need memory and time by the square of their number."""
@@ -48,8 +50,9 @@ def preserved_texts(
     texts: dict[str, str] = {}
     for caption, i in product(captions, range(count)):
         check()
-        varied = _vary_tags(caption, rules, i)
-        texts.setdefault(finish(varied, config), without_trigger(varied, config))
+        tags, mark, lyrics = caption.partition(LYRICS)
+        varied, rest = _vary_tags(tags, rules, i), mark + lyrics
+        texts.setdefault(finish(varied, config) + rest, without_trigger(varied, config) + rest)
     return texts
 
 

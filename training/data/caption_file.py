@@ -99,7 +99,7 @@ def _from_file(extension: str) -> Callable[[str, Places], tuple[str, ...]]:
         name = places.files.get(PurePosixPath(image).stem + extension)
         if name is None:
             return ()
-        text = _read_text(places.folder / name)
+        text = read_text(places.folder / name)
         if extension != ".json":
             return (text,)
         try:
@@ -133,9 +133,10 @@ def _captions_of(entry: Any, where: str) -> tuple[str, ...]:
     raise BadImage(f"{where}: {key!r} must be text or a list of texts")
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path, what: str = "its caption") -> str:
+    """Return the text of a file beside an image. Raises BadImage if it is too long or not readable."""
     with _open_text(path) as file:
-        return _at_most(file.read(LARGEST + 1), f"its caption {path.name}")
+        return _at_most(file.read(LARGEST + 1), f"{what} {path.name}")
 
 
 def _at_most(text: str, what: str) -> str:

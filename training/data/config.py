@@ -232,7 +232,7 @@ class DatasetConfig:
     clips: Literal["head", "uniform", "chunks"] = setting(
         "head",
         "Frames that a longer clip gives: the first ones (head), some at equal distances over all of it "
-        "(uniform), or all of them, as one sample after another (chunks).",
+        "(uniform), or all of them, as one sample after another (chunks). Sound too has head and chunks.",
         added=True,
     )
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -241,6 +241,13 @@ class DatasetConfig:
     Training always reads the cache, so it sees this rounding.
     """
 
+    seconds: float = setting(
+        0.0,
+        "Seconds of each sound to train (.wav, .flac, .mp3), for models that make sound. 0 leaves sound out.",
+        high=3600,
+        main=True,
+        added=True,
+    )
     first_frame: float = setting(
         0.0,
         "Share of clips whose first frame the model is given, to learn image to video. Models that always "
@@ -264,6 +271,10 @@ class DatasetConfig:
             math.isfinite(self.fps) and 0 <= self.fps <= 240,
             f"fps must be 0 (every frame) to 240, got {self.fps}.",
         )
+        require(
+            math.isfinite(self.seconds) and 0 <= self.seconds <= 3600,
+            f"seconds must be 0 (no sound) to 3600, got {self.seconds}.",
+        )
         require(0 <= self.first_frame <= 1, f"first_frame must be between 0 and 1, got {self.first_frame}.")
 
 
@@ -275,7 +286,8 @@ INEFFECTIVE = (
     Ineffective(("class_word",), {"regularisation": (True,)}),
     Ineffective(("outside_mask",), {"masks": ("off",)}),
     Ineffective(("captions_from",), {"images": (FROM_GRAPH,)}),
-    Ineffective(("fps", "clips", "first_frame"), {"frames": (0,)}),
+    Ineffective(("fps", "first_frame"), {"frames": (0,)}),
+    Ineffective(("clips",), {"frames": (0,), "seconds": (0.0,)}),
 )
 """Settings of a dataset that have no effect, by the names of their widgets."""
 

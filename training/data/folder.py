@@ -37,6 +37,7 @@ from .latent_file import is_latent_file, read_latent_header, stem_of
 from .read_ahead import load_ahead
 from .roots import is_inside
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
+from .sound import SOUNDS, is_sound, pieces_of, read_length, with_lyrics
 
 MASK_SUFFIX = "-mask"
 SEARCHED = 1000
@@ -59,6 +60,7 @@ class _Folder:
     """Names of clips in it: files, and subfolders of frames, which are not in `below`."""
     leave_out: tuple[str, ...] = ()
     """Names and patterns of the images to leave out."""
+    sounds: frozenset[str] = frozenset()
 
     @cached_property
     def images(self) -> list[str]:
@@ -74,7 +76,7 @@ class _Folder:
         stems = {PurePosixPath(name).stem for name in images}
         latents = [name for name in self.files if is_latent_file(name)]
         latents = [name for name in latents if not stems & {stem_of(name), PurePosixPath(name).stem}]
-        return sorted({*images, *latents, *self.clips})
+        return sorted({*images, *latents, *self.clips, *self.sounds})
 
     @cached_property
     def captions(self) -> Mapping[str, str]:
@@ -259,7 +261,9 @@ def _list(root: Path, relative: str, check: Callable[[], None], config: DatasetC
 
 
 def _with_clips(folder: _Folder, config: DatasetConfig) -> _Folder:
-    """Return the folder with its clips, if the settings ask for frames."""
+    """Return the folder with its clips, if the settings ask for frames, and its sounds, if for seconds."""
+    if config.seconds:
+        folder = replace(folder, sounds=frozenset(filter(is_sound, folder.files)))
     if not config.frames:
         return folder
     captioned = {PurePosixPath(name).stem for name in folder.captions}
@@ -292,10 +296,11 @@ def _require_images(
         return
     if bad := [item for folder in folders for item in folder.bad]:
         raise bad_files_error(bad, str(root), 0)
-    kinds = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
-    message = f"{root}: no images in this folder ({kinds} are read)."
-    if clips := sum(PurePosixPath(name).suffix.lower() in CLIPS for f in folders for name in f.files):
-        message += f" There are {clips} video clips: set 'frames' in Load Dataset to train them."
+    known = ", ".join(sorted(extension[1:] for extension in EXTENSIONS))
+    message = f"{root}: no images in this folder ({known} are read)."
+    for setting, what, kinds in (("frames", "video clips", CLIPS), ("seconds", "sounds", SOUNDS)):
+        if count := sum(PurePosixPath(name).suffix.lower() in kinds for f in folders for name in f.files):
+            message += f" There are {count} {what}: set '{setting}' in Load Dataset to train them."
     if deeper := ", ".join(_with_images(root, config, check)):
         message += f" There are some in {deeper} inside it: choose one of these ('recursive' mixes them all)."
     raise UserError(message)
@@ -368,7 +373,7 @@ def _samples(
         name=folder.name_of(file),
         width=header.width,
         height=header.height,
-        captions=_captions(stem + path.suffix, places, config),
+        captions=with_lyrics(_captions(stem + path.suffix, places, config), path),
         repeats=config.repeats * _repeats_of(root, folder.relative),
         mask=folder.name_of(mask) if mask else "",
         has_alpha=header.has_alpha,
@@ -376,11 +381,15 @@ def _samples(
         bytes=size,
         mtime_ns=date,
     )
-    return [replace(sample, frames=config.frames, start=start) for start in starts] or [sample]
+    frames = 0 if sample.is_sound else config.frames
+    return [replace(sample, frames=frames, start=start) for start in starts] or [sample]
 
 
 def _header(path: Path, may_be_clip: bool, config: DatasetConfig) -> tuple[Header, list[int]]:
-    """Return the header of an image, clip or latent file, and where a clip's samples begin; [] for others."""
+    """Return the header of a file, and where the samples of a clip or a sound begin; [] for others."""
+    if is_sound(path.name):
+        length = read_length(path)
+        return Header(length, 0, has_alpha=False), pieces_of(length, config)
     if may_be_clip and not (clip := read_clip_header(path)).is_still:
         return Header(*clip.size, has_alpha=False), samples_of(clip, config)
     return (read_latent_header if is_latent_file(path.name) else read_header)(path), []

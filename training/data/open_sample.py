@@ -20,6 +20,7 @@ from .image import UprightImage, image_from_array, mask_from_array, read_image, 
 from .image_file import BadImage
 from .latent_file import read_latents, read_opacity
 from .samples import IN_MEMORY, VIDEO, Sample, Source
+from .sound import read_piece
 
 _ALPHA = ("alpha", "auto")
 
@@ -58,6 +59,15 @@ def open_clip(source: Source, sample: Sample, count: int) -> Iterator[UprightIma
     _require_unchanged(source, sample)
     yield from read_frames(path, frames_of(read_clip_header(path), config, sample.start, count))
     _require_unchanged(source, sample)
+
+
+def open_sound(source: Source, sample: Sample) -> tuple[Tensor, int]:
+    """Return the piece of a sound that is a sample, (2, samples) float32, and its rate. Raises as
+    `open_clip` does."""
+    _require_unchanged(source, sample)
+    piece = read_piece(source.path(sample.name), sample.start, source.config.seconds)
+    _require_unchanged(source, sample)
+    return piece
 
 
 def open_latents(

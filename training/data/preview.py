@@ -102,8 +102,12 @@ def _arrange(cells: Sequence[Image.Image], columns: int) -> Tensor:
 def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image:
     """Return one image with its crop above its text."""
     source = images.source(sample)
+    length = f"{source.config.seconds:g} seconds of sound from {sample.start / 1000:g}"
     drawn = Image.new("RGB", (cell + 2 * _MARGIN, cell + 3 * _MARGIN + _LINE * _LINES), _PAPER)
     text = variations(sample.captions, source.config)[0] or "(empty caption)"
+    if sample.is_sound:
+        _write(drawn, [sample.name, length, text], cell)
+        return drawn
     try:
         content, _ = content_of(source, sample, file_digest)
         whole = (sample.width, sample.height)

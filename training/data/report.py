@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import EncodedDataset
+from .bucket import Bucket
 from .caption import finish
 from .config import FROM_FOLDER, FROM_GRAPH, dataset_notes
 from .samples import ImageSet, Skipped
@@ -25,16 +26,18 @@ def summary(images: ImageSet) -> str:
     bare: Counter[int] = Counter()
     encoded: Counter[int] = Counter()
     clips: Counter[int] = Counter()
+    sounds: Counter[int] = Counter()
     for sample in table:
         bare[sample.source] += not any(sample.captions)
         encoded[sample.source] += bool(sample.encoded)
         clips[sample.source] += bool(sample.frames)
+        sounds[sample.source] += sample.is_sound
     lines = []
     for place, source in enumerate(images.sources):
         repeats = table.column("repeats")[table.column("source") == place]
         kind = " for regularisation" if source.config.regularisation else ""
         lines.append(
-            f"Folder {source.title}: {_counted(len(repeats), clips[place])}{kind}, "
+            f"Folder {source.title}: {_counted(len(repeats), clips[place], sounds[place])}{kind}, "
             f"each {_span(repeats)} times, "
             f"loss weight {source.config.weight:g}"
         )
@@ -63,9 +66,11 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
     index, entries = dataset.index, dataset.entries
     samples = np.unique(index.sample[entries])
     texts = int((index.text_start[samples + 1] - index.text_start[samples]).sum())
-    clips = int((dataset.images.samples.column("frames")[samples] > 0).sum())
+    table = dataset.images.samples
+    clips = int((table.column("frames")[samples] > 0).sum())
+    counted = _counted(len(samples), clips, int((table.column("height")[samples] == 0).sum()))
     lines = [
-        f"{_counted(len(samples), clips)} with {texts} captions; an epoch has {dataset.visits} showings "
+        f"{counted} with {texts} captions; an epoch has {dataset.visits} showings "
         f"in {dataset.steps_per_epoch(batch_size)} steps of {batch_size}"
     ]
     for place, source in enumerate(dataset.images.sources):
@@ -86,11 +91,20 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
         if count:
             visits = int(dataset.order.visits[place])
             steps = -(-visits // batch_size)
-            sides = " x ".join(map(str, size)) + (" cells" if is_encoded else " frames" if size[2:] else "")
-            kind = "clips" if size[2:] and not is_encoded else "images"
-            lines.append(f"Bucket {sides}: {count} {kind}, {visits} showings in {steps} steps")
-    lines += [] if is_encoded else [*_frame_lines(dataset), *_crop_lines(dataset)]
+            lines.append(f"Bucket {_of_bucket(size, count, is_encoded)}, {visits} showings in {steps} steps")
+    has_pixels = not is_encoded and all(len(size) > 1 for size in index.buckets)
+    lines += [*_frame_lines(dataset), *_crop_lines(dataset)] if has_pixels else []
     return "\n".join([*lines, *_skipped(dataset.skipped)])
+
+
+def _of_bucket(size: Bucket, count: int, is_encoded: bool) -> str:
+    """Return for instance "832 x 480 x 33 frames: 12 clips"."""
+    if is_encoded:
+        return f"{' x '.join(map(str, size))} cells: {count} images"
+    if len(size) == 1:
+        return f"{size[0] / 1000:g} seconds: {count} sounds"
+    frames, kind = (" frames", "clips") if size[2:] else ("", "images")
+    return f"{' x '.join(map(str, size))}{frames}: {count} {kind}"
 
 
 def _frame_lines(dataset: EncodedDataset) -> list[str]:
@@ -130,9 +144,10 @@ def _skipped(skipped: Sequence[Skipped]) -> list[str]:
     return [f"Left out: {len(skipped)}"] * bool(skipped) + [f"  {bad.name}: {bad.reason}" for bad in skipped]
 
 
-def _counted(samples: int, clips: int) -> str:
+def _counted(samples: int, clips: int, sounds: int) -> str:
     """Return for instance "3 images and 2 clips"."""
-    parts = [f"{samples - clips} images"] * (samples > clips) + [f"{clips} clips"] * bool(clips)
+    counts = {"images": samples - clips - sounds, "clips": clips, "sounds": sounds}
+    parts = [f"{count} {kind}" for kind, count in counts.items() if count]
     return " and ".join(parts) or "0 images"
 
 

@@ -39,8 +39,9 @@ class Sample:
     name: str
     """Path inside its folder, with forward slashes on every system."""
     width: int
-    """Pixels, after EXIF rotation."""
+    """Pixels, after EXIF rotation; of a sound, milliseconds."""
     height: int
+    """0 for a sound."""
     captions: tuple[str, ...]
     """As written, before trigger, shuffling and the rest; several are alternatives. Without one: ("",)."""
     repeats: int = 1
@@ -56,7 +57,11 @@ class Sample:
     frames: int = 0
     """Frames of a clip, before the VAE's own step is known; 0 for an image."""
     start: int = 0
-    """The first of them in the clip."""
+    """The first of them in the clip; of a sound, the millisecond at which its piece begins."""
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.height
 
 
 @dataclass(frozen=True)
