@@ -210,6 +210,25 @@ Four graphs that have nothing to do with each other; mute (Ctrl+M) those you do 
 - **Extract LoRA**: the difference between two checkpoints as a LoRA.
 - **Resize LoRA** to a smaller rank; **Inspect LoRA** says what is in a file."""
 
+WAN22 = """\
+## Clips for Wan 2.2, with both experts
+
+Wan 2.2 (14B) is two models: one draws from pure noise down to a noise level of 0.875, the other from there \
+to the clip. So two **Train Steps** make two LoRA files. *noise range* cut in **Objective Settings** gives \
+each its own part of the noise levels, as it sees them when it draws; *squeeze* would bend the distribution.
+
+1. 10 to 50 clips of a few seconds in `input/my_clips`, `walk.mp4` beside `walk.txt`. Images among them are \
+trained as one frame.
+2. **Load Dataset**: *frames* 33 are two seconds at the 16 *fps* of **Dataset Settings**, which are Wan's. \
+For longer clips, *chunks* there trains all of each.
+3. **Load Base Model**: both files of the same model. The text encoder and the VAE are loaded once.
+
+For image to video take the two i2v files and 0.9 for 0.875: every clip's first frame is then given to the \
+model. A movement is mostly learned by the expert for high noise, a face by the other: train one alone if \
+that is all you need.
+
+**KSampler** changes over at step 11 of 20, where a shift of 8 crosses 0.875."""
+
 
 LAYOUTS = {
     "first_lora": Layout(
@@ -281,6 +300,15 @@ LAYOUTS = {
             ("3  Second part", ((13, 17), (14, 15), (16,))),
         ),
     ),
+    "wan22": Layout(
+        WAN22,
+        (
+            ("1  Both experts, and clips", ((1, 2), (3, 4), (5, 6))),
+            ("2  High noise", ((7,), (9, 11))),
+            ("3  Low noise", ((8,), (10, 12))),
+            ("4  Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
+        ),
+    ),
     "merge_and_extract": Layout(
         MERGE,
         (
@@ -344,6 +372,7 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
         "EmptyLatentImage": size,
         "EmptySD3LatentImage": size,
         "KSampler": {"steps": 16, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple"},
+        "KSamplerAdvanced": {"cfg": 4.0},
         "GraftMergeCheckpoint": {"checkpoint": model["model"]},
         "GraftExtractLora": {"original": model["model"], "tuned": tuned, "rank": 4},
     }
@@ -351,6 +380,8 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
     for entry in changed.values():
         kind, inputs = entry["class_type"], entry["inputs"]
         inputs |= changes.get(kind, {})
+        if kind == "EmptyHunyuanLatentVideo":  # the demo's base model draws images
+            entry |= {"class_type": "EmptySD3LatentImage", "inputs": {**size, "batch_size": 1}}
         if "lora_name" in inputs:
             inputs["lora_name"] = lora
         if "total_steps" in inputs and inputs["total_steps"]:

@@ -105,6 +105,8 @@ def graft_nodes():
         "nodes_model_advanced.py",
         "nodes_train.py",
         "nodes_rebatch.py",
+        "nodes_hunyuan.py",
+        "nodes_images.py",
     ):
         asyncio.run(
             nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")
