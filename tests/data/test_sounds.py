@@ -65,7 +65,7 @@ def test_lyrics_beside_a_sound_go_with_its_tags_and_are_not_shuffled(tmp_path):
     (folder / "a_lyrics.txt").write_text("[verse]\none, two, (three)\n")
     caption = replace(SOUNDS.caption, shuffle=True, trigger="sks", variations=8)
     _, encoder = encoded(folder, tmp_path / "cache", replace(SOUNDS, caption=caption))
-    tags, lyrics = zip(*(text.split(LYRICS) for text in encoder.texts))
+    tags, lyrics = zip(*(text.split(LYRICS) for text in filter(None, encoder.texts)))
     assert set(tags) == {"sks, pop, female voice", "sks, female voice, pop"}
     assert set(lyrics) == {"[verse]\none, two, (three)"}
 

@@ -52,7 +52,8 @@ def preserved_texts(
         check()
         tags, mark, lyrics = caption.partition(LYRICS)
         varied, rest = _vary_tags(tags, rules, i), mark + lyrics
-        texts.setdefault(finish(varied, config) + rest, without_trigger(varied, config) + rest)
+        swapped = without_trigger(varied, config)
+        texts.setdefault(finish(varied, config) + rest, swapped and swapped + rest)
     return texts
 
 

@@ -72,6 +72,12 @@ class SamplePrompts(SampleConfig):
         """Whether samples are clips: asked for, and drawn by a model whose VAE has frames."""
         return self.frames > 1 and getattr(self.vae, "latent_dim", 2) == 3
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the VAE is one of sound, of which no samples are drawn."""
+        audio_rows = getattr(self.vae, "extra_1d_channel", None) is not None
+        return audio_rows or getattr(self.vae, "latent_dim", 2) == 1
+
     def of(self, family: Family) -> SamplePrompts:
         """Return the settings for a family: with its guidance scale, if none is set."""
         return self if self.cfg else replace(self, cfg=family.cfg)
@@ -90,6 +96,8 @@ class SamplePrompts(SampleConfig):
             )
         if self.negative and cfg == 1:
             notes.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
+        if self.is_sound:
+            return [*notes, "Sample Prompts draws no sound: sample with the MODEL of Train Steps instead."]
         if self.frames > 1 and not self.draws_clips:
             notes.append(f"frames {self.frames} of Sample Prompts: this VAE is for images; images are drawn.")
         return notes
@@ -135,14 +143,14 @@ class SampleWriter:
 
     def draw_if_due(self, step: int, handles: Handles) -> None:
         """Draw the set of `step`, if one is due."""
-        if self.settings.every and step % self.settings.every == 0:
+        if not self.settings.is_sound and self.settings.every and step % self.settings.every == 0:
             with handles.give_base_back():
                 self.draw(handles.state(), range(len(self.settings.prompts)))
 
     def steps_due(self, reached: int) -> list[int]:
         """Return the steps up to `reached` at which a set is due."""
         every = self.settings.every
-        if not every:
+        if not every or self.settings.is_sound:
             return []
         begin = [self.first] if self.settings.before_training else []
         return [*begin, *range((self.first // every + 1) * every, reached + 1, every)]
