@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from graft.training.adapters.oft import OFT
 from graft.training.tools.convert import convert
 from graft.training.tools.extract import extract
 from graft.training.tools.inspect import inspect, text
@@ -464,6 +465,25 @@ def test_a_file_of_several_methods_loses_none_of_them_unsaid(tmp_path):
         convert(file, "peft", shapes=shapes(base))
     with pytest.raises(ValueError, match="nothing in it has a rank to lower; it holds OFT with rescale"):
         resize(lora_file(tmp_path, {k: t for k, t in MIXED.items() if "qkv" in k}, "oft"), rank=1)
+
+
+def test_what_multiplies_the_base_is_merged_and_converted_and_not_resized(tmp_path):
+    name, blocks = "lora_unet_blocks_0_attn_qkv", torch.randn(8, 3, 3)
+    tensors = {f"{name}.oft_blocks": blocks, f"{name}.alpha": torch.tensor(0.0)}
+    file, base = lora_file(tmp_path, tensors), checkpoint()
+    assert inspect(file).algorithms == {"oft": 1} and inspect(file).ranks == {"3": 1}
+    assert inspect(file).norms == {}
+    merged, _ = merged_with(tmp_path, base, lora_path(tmp_path, tensors))
+    change = OFT.change({"blocks": blocks}, base[QKV])
+    assert torch.allclose(merged[QKV], base[QKV] + change, atol=1e-5) and change.norm() > 1
+    without_alpha = lora_file(tmp_path, {f"{name}.oft_blocks": blocks}, "bare")
+    converted = convert(without_alpha, "kohya", shapes=shapes(base))
+    assert list(converted) == [f"{name}.oft_blocks"]  # an alpha would be a constraint
+    with pytest.raises(ValueError, match="it holds oft. Merge it into its base, and extract a LoRA from"):
+        resize(file, rank=1)
+    wrong = lora_path(tmp_path, {f"{name}.oft_blocks": torch.zeros(4, 3, 3)})
+    with pytest.raises(ValueError, match="made for 12 outputs"):
+        merged_with(tmp_path, base, wrong)
 
 
 def test_a_merge_says_how_much_of_the_difference_found_no_place(tmp_path):
