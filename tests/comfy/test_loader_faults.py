@@ -8,8 +8,9 @@ import torch
 
 from graft.training.adapters.build import ADAPTERS
 from graft.training.comfy.run import loader_faults
+from graft.training.comfy.run.graph_run import GraphRun
 from graft.training.comfy.run.loader_faults import loader_notes, require_applied
-from graft.training.config import AdapterConfig
+from graft.training.config import AdapterConfig, TrainConfig
 
 FAILING = ("oft", "boft")
 """In ComfyUI 0.3.75 and 0.33.0."""
@@ -45,3 +46,11 @@ def test_under_dynamic_vram_it_is_refused_also_where_a_pattern_names_it(name, dy
 def test_other_methods_are_trained_under_dynamic_vram(dynamic):
     for name in set(ADAPTERS) - set(FAILING):
         require_applied(AdapterConfig(algorithm=name))
+
+
+def test_a_run_is_refused_before_its_folder_is_made(dynamic):
+    config = TrainConfig(adapter=AdapterConfig(algorithm="oft"))
+    with pytest.raises(ValueError, match="algorithm oft"):
+        GraphRun(
+            node=None, name="run", denoiser=None, dataset=None, config=config, start=None, steps=1
+        ).train()

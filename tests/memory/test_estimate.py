@@ -20,7 +20,7 @@ BATCH = TinyDataset().batch(2, seed=0, index=0)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "block"])
-@pytest.mark.parametrize("method", ["lora", "dora", "lokr"])
+@pytest.mark.parametrize("method", ["lora", "dora", "lokr", "oft", "boft", "glora", "full"])
 def test_an_estimate_is_what_the_step_takes(method, mode):
     denoiser, config = TinyDenoiser(), train_config(adapter_config(method, targets="all"))
     estimate = estimate_step(denoiser, denoiser.specs, config.adapter, BATCH, mode, torch.float32)
