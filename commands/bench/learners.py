@@ -42,12 +42,13 @@ Measure = Callable[..., Values]
 def config_of(settings: Mapping[str, Any], lr: float, seed: int) -> TrainConfig:
     """Return the settings of a run. Raises UserError for a setting that there is not."""
     own = {"seed": seed, "optimizer": {"lr": lr}}
-    return from_dict(TrainConfig, _joined(_joined(SHARED, settings), own))
+    return from_dict(TrainConfig, join_settings(join_settings(SHARED, settings), own))
 
 
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def join_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings, those of `other` where both have one."""
     inner = {
-        key: _joined(one[key], value)
+        key: join_settings(one[key], value)
         for key, value in other.items()
         if isinstance(value, Mapping) and isinstance(one.get(key), Mapping)
     }

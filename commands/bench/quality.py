@@ -29,7 +29,7 @@ from ...training.user_error import UserError
 from ...training.validation import validation_loss
 from ..headless.import_comfyui import start_comfyui
 from .curves import METRICS, REFERENCE, Curve, Values, Watch, compare
-from .learners import BATCH_SIZE, RANK, TRAINERS, config_of, train_lora_node, train_with_graft
+from .learners import BATCH_SIZE, RANK, TRAINERS, config_of, join_settings, train_lora_node, train_with_graft
 
 STARTER = Path(__file__).resolve().parents[2] / "starter"
 RESOLUTION = 128
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=0, help="measure this many held-out images; 0 is all")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), metavar="LR")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each trainer at each rate")
+    parser.add_argument("--targets", default="all", help="what Graft trains; by default every weight")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     names = [REFERENCE, *TRAINERS]
     parser.add_argument("--trainers", nargs="*", default=names, choices=names)
@@ -68,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train with each, and print how they compare."""
     trainers = {name: TRAINERS[name] for name in args.trainers if name != REFERENCE} | read_trainers(args.add)
+    targets = {"adapter": {"targets": args.targets}}
     document = measure(
         args.tasks,
-        trainers,
+        {name: join_settings(targets, settings) for name, settings in trainers.items()},
         steps=args.steps,
         every=args.every,
         limit=args.limit,
