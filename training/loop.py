@@ -28,7 +28,7 @@ from .memory.sharding import SHARDED, require_equal_shares, require_processes
 from .memory.weight_store import UNPLACED
 from .model import Batch, Captioned, Dataset, Denoiser, Samples
 from .objective.loss import check_sampling, draw_loss
-from .objective.parts import parts_of, require_opposites, with_largest_parts
+from .objective.parts import parts_of, with_largest_parts
 from .objective.preservation import is_due
 from .optimizer.gradient_check import GradientCheck
 from .optimizer.schedule import multiplier
@@ -137,9 +137,7 @@ def train(
     live = LiveState(denoiser, config, start, notes)
     dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in live.adapters}
-    largest = largest_batch(dataset, config)
-    require_opposites(largest, live.adapters)
-    plans = agree_on_plans(denoiser, adapted, config, largest, budget)
+    plans = agree_on_plans(denoiser, adapted, config, largest_batch(dataset, config), budget)
     options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
 
     gradient_check = GradientCheck(live.parameters, config.adapter)

@@ -54,8 +54,6 @@ class Adapter(nn.Module):
     """Rank of its files over the rank of the settings."""
     has_alpha: ClassVar[bool] = True
     """Whether alpha / rank is its strength; without, the strength is 1 and its files have no such alpha."""
-    has_opposite: ClassVar[bool] = True
-    """Whether ComfyUI applies its files at strength -1 as the opposite of strength 1: a slider needs that."""
     multiplies_base: ClassVar[bool] = False
     """Whether the difference is a function of the base weight: see `multiplied.Multiplied`."""
     network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {}

@@ -32,7 +32,6 @@ class OFT(Multiplied):
     starts_at_zero = ("blocks",)
     padded_with_zeros = ()
     has_alpha = False
-    has_opposite = False
     network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {"diag-oft": {}}
     lycoris_names: ClassVar[tuple[str, ...]] = ("diag-oft",)
 

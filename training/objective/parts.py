@@ -5,14 +5,12 @@ So a step with several parts takes the memory of the largest one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..adapters.base import Adapter
 from ..config import ObjectiveConfig
 from ..model import Batch, Captions
-from ..user_error import UserError
 from .loss import LossAt, loss_at
 from .preservation import preservation_at, preservation_weight
 from .slider import ENDS, SliderLoss, opposite_at
@@ -43,18 +41,6 @@ def parts_of(batch: Batch, config: ObjectiveConfig) -> Sequence[Part]:
         weight = preservation_weight(config)
         parts += [Part(preservation_at, weight * part.weight, part.strength) for part in parts]
     return parts
-
-
-def require_opposites(batch: Batch | None, adapters: Mapping[str, Adapter]) -> None:
-    """Raise UserError for a slider of a method that ComfyUI does not apply at strength -1 as trained."""
-    if batch is None or (batch.slider is None and batch.opposite is None):
-        return
-    for path, adapter in adapters.items():
-        if not adapter.has_opposite:
-            raise UserError(
-                f"{path}: a slider is used at strengths below 0 too, and ComfyUI does not apply "
-                f"{adapter.config.algorithm} there as it was trained; choose another algorithm, such as lora."
-            )
 
 
 def with_largest_parts(batch: Batch, config: ObjectiveConfig) -> Batch:
