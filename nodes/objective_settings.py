@@ -28,8 +28,11 @@ class ObjectiveSettings(Node):
         return schema(
             node_id="GraftObjectiveSettings",
             display_name="Objective Settings",
-            description="Noise levels, added noise, loss and its weighting.",
-            search_aliases=["graft", "timestep", "sigma", "shift", "min-snr", "huber", "noise offset"],
+            description="Noise levels, added noise, loss and its weighting, preservation.",
+            search_aliases=[
+                *("graft", "timestep", "sigma", "shift", "min-snr", "huber", "noise offset"),
+                *("prior preservation", "differential output preservation", "DOP"),
+            ],
             inputs=widgets(ObjectiveConfig, **menus),
             outputs=[Objective.Output("objective_settings")],
         )

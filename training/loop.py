@@ -28,7 +28,7 @@ from .memory.sharding import SHARDED, require_equal_shares, require_processes
 from .memory.weight_store import UNPLACED
 from .model import Batch, Captioned, Dataset, Denoiser, Samples
 from .objective.loss import check_sampling, draw_loss
-from .objective.parts import parts_of, with_largest_parts
+from .objective.parts import parts_of, require_strengths, with_largest_parts
 from .objective.preservation import is_due
 from .optimizer.gradient_check import GradientCheck
 from .optimizer.schedule import multiplier
@@ -120,6 +120,8 @@ def train(
         require_processes()
         require_equal_shares(config.gradient_accumulation)
     check_sampling(denoiser.sampling, denoiser.family.name)
+    if config.objective.preservation:  # a dataset that lacks the captions says so now, not when they are due
+        cast(Captioned, dataset).preserved_captions(1, seed=config.seed, index=0)
 
     # Where to begin.
     start = state or initial_state(denoiser, config)
@@ -137,7 +139,10 @@ def train(
     live = LiveState(denoiser, config, start, notes)
     dtype = compute_dtype(config.memory, denoiser)
     adapted = {path: denoiser.specs[path] for path in live.adapters}
-    plans = agree_on_plans(denoiser, adapted, config, largest_batch(dataset, config), budget)
+    largest = largest_batch(dataset, config)
+    if largest is not None:
+        require_strengths(parts_of(largest, config.objective), live.adapters)
+    plans = agree_on_plans(denoiser, adapted, config, largest, budget)
     options = {"hard_limit": is_limit_hard(config.memory), "compile": config.memory.compile}
 
     gradient_check = GradientCheck(live.parameters, config.adapter)
@@ -211,7 +216,7 @@ def backward(
     total, images = 0.0, 0
     for micro in range(distributed.rank(), config.gradient_accumulation, distributed.world()):
         index = step * config.gradient_accumulation + micro
-        batch = draw_batch(dataset, config, index)
+        batch = draw_batch(dataset, config, step, index)
         share = len(batch.latents) / (config.batch_size * config.gradient_accumulation)
         losses = []
         for part in parts_of(batch, config.objective):
@@ -237,10 +242,13 @@ def backward(
     return total, images
 
 
-def draw_batch(dataset: Dataset, config: TrainConfig, index: int) -> Batch:
-    """Return micro-batch `index`, with the captions to preserve where that is due."""
+def draw_batch(dataset: Dataset, config: TrainConfig, step: int, index: int) -> Batch:
+    """Return micro-batch `index`, with the captions to preserve in the steps where that is due.
+
+    It is due in all micro-batches of a step: the processes of a sharded base make the same passes.
+    """
     batch = dataset.batch(config.batch_size, seed=config.seed, index=index)
-    if not is_due(config.objective, index):
+    if not is_due(config.objective, step):
         return batch
     captioned = cast(Captioned, dataset)
     return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from graft.training.adapters.build import attach, restore_adapters
 from graft.training.adapters.strength import at_strength
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from graft.training.data import from_latents
+from graft.training.data.given_latents import GivenSample
 from graft.training.loop import initial_state, train
 from graft.training.model import Batch, Captions
 from graft.training.objective.loss import draw_loss
@@ -154,9 +157,24 @@ def test_a_resumed_run_is_bit_equal(tmp_path):
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
+def test_a_dataset_without_an_empty_caption_is_refused_before_the_first_step():
+    latents = [GivenSample("a", torch.zeros(16, 8, 8), SD3.conditioning(0))]
+    with TemporaryDirectory() as folder:
+        dataset = from_latents(latents, folder)
+        config = replace(CONFIG, objective=ObjectiveConfig(preservation=1.0, preservation_share=0.25))
+        seen = []
+        with pytest.raises(ValueError, match="connect it to empty_caption of Dataset From Latents"):
+            train(denoiser(), dataset, config, None, steps=4, on_step=lambda *step: seen.append(step))
+        assert not seen
+        whole = from_latents(latents, folder, dropped=SD3.conditioning(9))
+        [preserved] = whole.preserved_captions(1, seed=0, index=0).conditioning
+        expected = SD3.conditioning(9)["cross_attn"].bfloat16().float()
+        assert torch.equal(preserved["cross_attn"], expected)
+
+
 @pytest.mark.parametrize("share, due", [(1.0, 12), (0.5, 6), (0.25, 3), (0.3, 3)])
 def test_a_share_of_the_steps_is_spread_evenly(share, due):
     config = ObjectiveConfig(preservation=1.0, preservation_share=share)
-    steps = [index for index in range(12) if is_due(config, index)]
+    steps = [step for step in range(12) if is_due(config, step)]
     assert len(steps) == due and max(b - a for a, b in zip(steps, steps[1:])) <= -(-1 // share)
-    assert not any(is_due(replace(config, preservation=0.0), index) for index in range(12))
+    assert not any(is_due(replace(config, preservation=0.0), step) for step in range(12))

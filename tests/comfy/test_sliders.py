@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graft.training.adapters.build import attach, restore_adapters
+from graft.training.adapters.build import ADAPTERS, attach, restore_adapters
 from graft.training.adapters.strength import at_strength
 from graft.training.comfy.files.trained_lora import with_lora
 from graft.training.comfy.model.denoiser import ComfyDenoiser
@@ -141,20 +141,59 @@ def test_both_ends_train_and_a_resumed_slider_is_bit_equal(dataset, tmp_path):
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
 
 
-@pytest.mark.parametrize("algorithm", ["lora", "dora", "loha", "lokr"])
-def test_every_method_at_a_strength_is_that_share_of_its_difference(algorithm):
-    model, adapter = denoiser(), AdapterConfig(algorithm=algorithm, rank=2)
-    state = initial_state(model, replace(CONFIG, adapter=adapter))
+def moved(model, algorithm):
+    """A state with every weight of its LoRA away from where it begins."""
+    state = initial_state(model, replace(CONFIG, adapter=AdapterConfig(algorithm=algorithm, rank=16)))
     generator = torch.Generator().manual_seed(3)
     weights = {n: w + 0.1 * torch.randn(w.shape, generator=generator) for n, w in state.weights.items()}
+    return replace(state, weights=weights)
+
+
+@pytest.mark.parametrize("algorithm", ADAPTERS)
+def test_every_method_at_a_strength_is_that_share_of_its_difference(algorithm):
+    model = denoiser()
+    state = moved(model, algorithm)
     with torch.no_grad(), model.hold(torch.float32) as base:
-        path = next(iter(weights)).rsplit(".", 1)[0]
-        layer = base.layers[path]
-        adapters = restore_adapters(model.specs, adapter, weights, model.device)
-        x = torch.randn(2, 3, layer.spec.shape[1], generator=generator).to(model.device)
+        layer = base.layers[first_layer(state)]
+        adapters = restore_adapters(model.specs, state.adapter, state.weights, model.device)
+        x = torch.randn(2, 3, layer.spec.shape[1], generator=torch.Generator().manual_seed(4))
+        x = x.to(model.device)
         plain = layer.module(x)
         with attach(base.layers, adapters):
             whole = layer.module(x) - plain
             for strength in (-1.0, 0.0, 0.25, 2.0):
                 with at_strength(strength):
-                    assert torch.allclose(layer.module(x) - plain, strength * whole, atol=1e-5)
+                    assert torch.allclose(layer.module(x) - plain, strength * whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ADAPTERS)
+def test_a_method_is_even_in_strength_exactly_where_the_stock_loader_is(algorithm):
+    model = denoiser()
+    state = moved(model, algorithm)
+    patched = [with_lora(model.patcher, None, state, model.family, end)[0] for end in (1.0, -1.0)]
+    with torch.no_grad():
+        base, one, minus = (weight_of(each, first_layer(state)) for each in (model.patcher, *patched))
+    even = bool((one - base + minus - base).norm() <= 1e-4 * (one - base).norm())
+    assert not torch.equal(one, base) and even == ADAPTERS[algorithm].is_even_in_strength
+
+
+def first_layer(state):
+    return next(iter(state.weights)).rsplit(".", 1)[0]
+
+
+def weight_of(patcher, path):
+    """The weight of a layer with the patches of its MODEL."""
+    model = ComfyDenoiser(patcher)
+    with model.hold(torch.float32) as base:
+        return base.layers[path].weight(torch.float32, model.device).cpu().clone()
+
+
+@pytest.mark.parametrize("algorithm", ["oft", "boft"])
+def test_a_method_that_is_not_is_refused_before_the_first_step(algorithm):
+    class Sized(Words):
+        def largest_batch(self, size):
+            return self.batch(size, seed=0, index=0)
+
+    config = replace(CONFIG, adapter=AdapterConfig(algorithm=algorithm, rank=16))
+    with pytest.raises(ValueError, match=f"ComfyUI does not apply {algorithm} in proportion"):
+        train(denoiser(), Sized(), config, None, steps=1)

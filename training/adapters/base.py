@@ -54,6 +54,8 @@ class Adapter(nn.Module):
     """Rank of its files over the rank of the settings."""
     has_alpha: ClassVar[bool] = True
     """Whether alpha / rank is its strength; without, the strength is 1 and its files have no such alpha."""
+    is_even_in_strength: ClassVar[bool] = True
+    """Whether ComfyUI's loader applies a file at strength s as s times its difference, as sliders need it."""
     multiplies_base: ClassVar[bool] = False
     """Whether the difference is a function of the base weight: see `multiplied.Multiplied`."""
     network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {}

@@ -32,6 +32,7 @@ class OFT(Multiplied):
     starts_at_zero = ("blocks",)
     padded_with_zeros = ()
     has_alpha = False
+    is_even_in_strength = False
     network_types: ClassVar[Mapping[str, Mapping[str, bool]]] = {"diag-oft": {}}
     lycoris_names: ClassVar[tuple[str, ...]] = ("diag-oft",)
 

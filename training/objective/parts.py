@@ -5,12 +5,14 @@ So a step with several parts takes the memory of the largest one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..adapters.base import Adapter
 from ..config import ObjectiveConfig
 from ..model import Batch, Captions
+from ..user_error import UserError
 from .loss import LossAt, loss_at
 from .preservation import preservation_at, preservation_weight
 from .slider import ENDS, SliderLoss, opposite_at
@@ -41,6 +43,16 @@ def parts_of(batch: Batch, config: ObjectiveConfig) -> Sequence[Part]:
         weight = preservation_weight(config)
         parts += [Part(preservation_at, weight * part.weight, part.strength) for part in parts]
     return parts
+
+
+def require_strengths(parts: Sequence[Part], adapters: Mapping[str, Adapter]) -> None:
+    """Raise UserError if a part needs the LoRA at a strength that ComfyUI's loader applies otherwise."""
+    uneven = sorted({a.config.algorithm for a in adapters.values() if not a.is_even_in_strength})
+    if uneven and any(part.strength != 1 for part in parts):
+        raise UserError(
+            f"a slider is used at strengths from -1 to 1, at which ComfyUI does not apply {uneven[0]} in "
+            "proportion. Choose another algorithm in Build LoRA, such as lora."
+        )
 
 
 def with_largest_parts(batch: Batch, config: ObjectiveConfig) -> Batch:

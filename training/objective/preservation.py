@@ -19,10 +19,10 @@ from ..model import Batch, Denoiser
 from .loss import compare, noise_input, predict
 
 
-def is_due(config: ObjectiveConfig, index: int) -> bool:
-    """Return whether micro-batch `index` has preservation: a share of all, evenly spread."""
+def is_due(config: ObjectiveConfig, step: int) -> bool:
+    """Return whether a step, counted from 0, has preservation: a share of all, evenly spread."""
     share = config.preservation_share
-    return config.preservation > 0 and math.floor((index + 1) * share) > math.floor(index * share)
+    return config.preservation > 0 and math.floor((step + 1) * share) > math.floor(step * share)
 
 
 def preservation_weight(config: ObjectiveConfig) -> float:
