@@ -15,6 +15,7 @@ from graft.tests.support.datasets import SMALL, FakeEncoder, add, picture
 from graft.tests.support.tiny import Flow
 from graft.training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
 from graft.training.data import encode, join, scan
+from graft.training.data.slider_words import SliderWords
 from graft.training.family import FAMILIES
 from graft.training.files.lora.metadata import COVER_SIDE, lora_metadata, run_metadata, with_hashes
 from graft.training.files.lora.write import lora_key
@@ -63,6 +64,17 @@ def test_the_run_is_described_as_sd_scripts_does(dataset):
     assert json.loads(found["ss_bucket_info"])["buckets"]["0"] == {"resolution": [64, 64], "count": 4}
     assert json.loads(found["graft_config"])["seed"] == 5
     assert "modelspec.prediction_type" not in found
+
+
+def test_the_texts_of_a_slider_are_written_down(dataset, monkeypatch):
+    assert "graft_slider" not in run_metadata(CONFIG, dataset, FAMILIES["Flux"], Flow(), name="kitty")
+    words = SliderWords(positive="old", negative="young")
+    monkeypatch.setattr(dataset, "images", replace(dataset.images, words=words))
+    found = run_metadata(CONFIG, dataset, FAMILIES["Flux"], Flow(), name="kitty")
+    assert json.loads(found["graft_slider"]) == {
+        **{"positive": "old", "negative": "young", "neutral": ""},
+        **{"guidance": 3.0, "anchor": ""},
+    }
 
 
 def test_every_setting_that_is_not_the_default_is_written_down(dataset):
