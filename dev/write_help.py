@@ -1,7 +1,7 @@
 """Files that follow from the nodes' schemas: run `python dev/write_help.py` after a setting or node changed.
 
-That is the table of inputs in each page of web/docs, and the English names in locales/en. The text around the
-tables is by hand. A node without a page gets one to fill in.
+That is the list of inputs in each page of web/docs, and the English names in locales/en. The text around the
+lists is by hand. A node without a page gets one to fill in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAD = "| input | default | what it is |\n|---|---|---|\n"
+HEAD = "## Inputs\n\n"
 NAMES = {"regularisation": "regularization"}
 """Ids in saved graphs whose English name is another."""
 
@@ -26,15 +26,18 @@ def name_of(id: str) -> str:
 
 
 def page(schema: Any, text: str) -> str:
-    """Return the text of a node's help page with the table of today's inputs."""
-    text = text or f"# {schema.display_name}\n\n{schema.description}\n\n## Inputs\n\n{HEAD}\n## Example\n"
-    return re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", lambda _: HEAD + table(schema), text)
+    """Return the text of a node's help page with the list of today's inputs."""
+    text = text or f"# {schema.display_name}\n\n{schema.description}\n\n{HEAD}\n## Example\n"
+    return re.sub(rf"{re.escape(HEAD)}(- .*\n)*", lambda _: HEAD + inputs_of(schema), text)
 
 
-def table(schema: Any) -> str:
-    """Return a row for each input of a node."""
-    rows = ((name_of(entry.id), _default(entry), entry.tooltip) for entry in schema.inputs)
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def inputs_of(schema: Any) -> str:
+    """Return a line for each input of a node: the editor's help panel is too narrow for a table."""
+    lines = []
+    for entry in schema.inputs:
+        default = f" ({_default(entry)})" if _default(entry) else ""
+        lines.append(f"- **{name_of(entry.id)}**{default}: {entry.tooltip}\n")
+    return "".join(lines)
 
 
 def _default(entry: Any) -> str:

@@ -10,6 +10,7 @@ import { api } from "../../scripts/api.js"
 import { addImages } from "./dataset.js"
 import { Panel } from "./panel.js"
 import { Report } from "./report.js"
+import { allNodes, expose, holds, nodesAt } from "./subgraph.js"
 import { wordsFor } from "./words.js"
 
 const NODE = "GraftTrainSteps"
@@ -24,6 +25,8 @@ const told = new Map()
 let asking, askedFor
 
 api.addEventListener("graft.run", ({ detail }) => show(detail)) // at once: a run may be under way
+api.addEventListener("execution_error", ({ detail }) => showError(detail))
+api.addEventListener("execution_start", () => forgetErrors())
 api.addEventListener("reconnected", () => refill()) // what the server told meanwhile is lost
 
 // The panel shows the samples, so ComfyUI's own preview below it is hidden: here for Nodes 2.0.
@@ -34,7 +37,18 @@ document.head.append(style)
 app.registerExtension({
     name: "graft.trainSteps",
 
+    setup() {
+        app.canvas.canvas.addEventListener("subgraph-converted", ({ detail: { subgraphNode } }) => {
+            if (!holds(subgraphNode, NODE)) return
+            expose(subgraphNode, NODE)
+            showOutside(subgraphNode)
+            subgraphNode.setSize([Math.max(subgraphNode.size[0], 360), subgraphNode.size[1]])
+            refill()
+        })
+    },
+
     nodeCreated(node) {
+        if (node.subgraph) setTimeout(() => showOutside(node)) // its nodes come later
         if (!node.comfyClass?.startsWith("Graft")) return
         if (node.comfyClass === NODE) addPanel(node)
         addImages(node)
@@ -43,6 +57,7 @@ app.registerExtension({
     },
 
     afterConfigureGraph() {
+        allNodes(rootGraph()).forEach(showOutside)
         return refill()
     },
 })
@@ -52,15 +67,21 @@ function addPanel(node) {
     addElement(node, "graft_chart", words().chart, panel, panel.thumbnails)
     panel.element.classList.add("graft-panel")
     panels.set(node, panel)
-    // Hide ComfyUI's preview in the classic rendering too: the first line is for 0.33.
-    node.hideOutputImages = true
-    node.onDrawBackground = () => {}
     const { onRemoved } = node
     node.onRemoved = function (...args) {
         panel.remove()
         panels.delete(node)
         return onRemoved?.apply(this, args)
     }
+    if (node.subgraph) return
+    // Hide ComfyUI's preview in the classic rendering too: the first line is for 0.33.
+    node.hideOutputImages = true
+    node.onDrawBackground = () => {}
+}
+
+/** Show the chart on the node of a subgraph too, as the node that trains is not seen. */
+function showOutside(node) {
+    if (!panels.has(node) && holds(node, NODE)) addPanel(node)
 }
 
 /** Add a Panel or Report as a node's last widget; `scrolling` scrolls by itself. */
@@ -85,7 +106,7 @@ function showAllDigits(node) {
 
 /** Show the report of a node that has run. Nodes 2.0 of 0.3.75 ignores widgets added after the node. */
 function addReport(node) {
-    const report = new Report(node)
+    const report = new Report(node, words().report)
     const widget = addElement(node, "graft_text", words().report, report, report.element)
     widget.hidden = true
     reports.set(node, { report, widget })
@@ -108,11 +129,21 @@ async function remember(node, text) {
     told.set(key(node, settings.get(node)), text)
 }
 
-function tell(node, text) {
+function tell(node, text, bad = false) {
     const { report, widget } = reports.get(node)
-    report.show(text)
+    report.show(text, bad)
     widget.hidden = !text
     makeRoom(node)
+}
+
+/** Show on its node what a run ended with: ComfyUI hides it behind a button. */
+function showError({ node_id, exception_message }) {
+    const node = nodesAt(rootGraph(), node_id).at(-1)
+    if (reports.has(node)) tell(node, String(exception_message).trim(), true)
+}
+
+function forgetErrors() {
+    for (const node of allNodes(rootGraph())) if (reports.get(node)?.report.bad) tell(node, "")
 }
 
 /** Enlarge a node that is too small for its contents. */
@@ -159,10 +190,10 @@ function forward(element, scrolling) {
 function show(live) {
     const graph = rootGraph()
     if (!live.workflow || live.workflow !== graph?.id) return
-    const panel = panels.get(findNode(graph, live.node))
-    if (!panel) return
-    const shown = panel.live?.run === live.run && (panel.live.running || !live.running)
-    if (shown) panel.follow({ ...live, same: panel.live.same })
+    const found = panelsAt(graph, live.node)
+    if (!found.length) return
+    const shown = found.every((panel) => panel.live?.run === live.run && (panel.live.running || !live.running))
+    if (shown) for (const panel of found) panel.follow({ ...live, same: panel.live.same })
     else if (askedFor !== live.run || !live.running) refill()
     askedFor = live.running ? live.run : undefined
 }
@@ -172,23 +203,26 @@ async function refill() {
     const { runs, settings } = await ask()
     for (const [node, digest] of settings) {
         if (told.has(key(node, digest))) tell(node, told.get(key(node, digest)))
-        if (runs.has(node)) panels.get(node)?.follow(runs.get(node))
     }
+    for (const [panel, run] of runs) panel.follow(run)
 }
 
-/** Return the runs that the nodes of this graph show, and the digests of their settings: two Maps by node. */
+/** Return the runs that this graph's panels show, and the digests of its nodes' settings: two Maps. */
 async function ask() {
     const [runs, settings] = [new Map(), new Map()]
     const graph = rootGraph()
     try {
         const { output } = await app.graphToPrompt(graph)
-        const nodes = Object.keys(output).map((id) => [id, findNode(graph, id)]) // those of now: others may come
+        const ids = Object.keys(output) // those of now: others may come
+        const nodes = ids.map((id) => [id, nodesAt(graph, id).at(-1), panelsAt(graph, id)])
         const body = JSON.stringify({ workflow: graph.id, prompt: output })
         const answer = await api.fetchApi("/graft/runs", { method: "POST", body })
         const found = await answer.json()
-        for (const [id, node] of nodes) {
+        for (const [id, node, shown] of nodes) {
             if (reports.has(node)) settings.set(node, found.settings?.[id])
-            if (found.runs?.[id]) runs.set(node, found.runs[id])
+            const run = found.runs?.[id]
+            // Of two in a subgraph, its panel shows the one that trains.
+            for (const panel of run ? shown : []) if (!runs.get(panel)?.running) runs.set(panel, run)
         }
     } catch (error) {
         console.debug("Graft: the server's runs could not be read.", error)
@@ -200,14 +234,9 @@ function rootGraph() {
     return app.rootGraph ?? app.graph
 }
 
-/** Return the node with an id like "5", or "12:3" inside subgraphs; undefined if there is none. */
-function findNode(graph, id) {
-    let node
-    for (const part of String(id ?? "").split(":")) {
-        node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part))
-        graph = node?.subgraph
-    }
-    return node
+/** Return the panels of a node and of the subgraphs that it is in. */
+function panelsAt(graph, id) {
+    return nodesAt(graph, id).map((node) => panels.get(node)).filter(Boolean)
 }
 
 function key(node, settings) {

@@ -255,7 +255,7 @@ export class Panel {
         if (Number.isFinite(last.seconds)) parts.push(`${short(last.seconds)} ${words.perStep}`)
         if (live.running && Number.isFinite(last.time_left)) parts.push(`${clock(last.time_left)} ${words.left}`)
         if (last.memory) parts.push(`${(last.memory / 2 ** 30).toFixed(1)} GB`)
-        if (last.plan && last.plan !== FASTEST) parts.push(last.plan)
+        if (last.plan && last.plan !== FASTEST) parts.push(`${words.plan} ${last.plan}`)
         if (!live.running && live.last && step < live.last) parts.push(words.done)
         return parts.join("  \u00b7  ")
     }

@@ -151,7 +151,7 @@ def test_samples_appear_with_the_run_that_was_queued_with_these_settings(editor,
         editor, f"{images}.length === 3 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
     )
     assert all(word in editor.node(TRAIN, STATUS) for word in ("10000 / 10000", "7.0 GB", "offload, block"))
-    assert all(word in editor.node(TRAIN, LEGEND) for word in ("validation", "samples", "rate"))
+    assert all(word in editor.node(TRAIN, LEGEND) for word in ("validation", "samples", "learning rate"))
     assert editor.node(TRAIN, "node.size[1] >= node.computeSize()[1]")
     show_train_steps(editor)
 
@@ -217,6 +217,18 @@ def test_a_run_inside_a_subgraph_is_shown_there(editor):
     editor.page.wait_for(f"{status}.includes('inside-')", 120)
     editor.wait_until_idle()
     editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))({inner})")
+
+
+def test_a_subgraph_shows_the_chart_and_exposes_steps_and_name(editor):
+    outer = "app.graph.nodes.find(n => n.subgraph)"
+    editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))({outer})")
+    values = (
+        f"Object.fromEntries({outer}.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value]))"
+    )
+    assert editor.page.evaluate(values).items() >= {"steps": 3, "name": "inside"}.items()
+    editor.load(editor.page.evaluate("app.graph.serialize()"))
+    editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))({outer})")
+    assert editor.page.evaluate(values).items() >= {"steps": 3, "name": "inside"}.items()
 
 
 def test_the_panel_lives_in_vue_nodes(editor, running):

@@ -151,3 +151,17 @@ def test_a_lost_connection_leaves_no_run_that_runs_for_ever(editor, ran):
         "import('/scripts/api.js').then(({ api }) => api.dispatchCustomEvent('reconnected'))"
     )
     editor.page.wait_for(f"{finish}.disabled")
+
+
+def test_an_error_is_shown_on_its_node_until_the_next_run(editor, ran):
+    editor.set(DATASET, resolution="abc")
+    editor.run()
+    error = f"(node => {REPORT})(app.graph.getNodeById({DATASET}))"
+    editor.page.wait_for(f"{error}.value.startsWith(\"resolution: 'abc' is not a number of pixels\")")
+    assert editor.page.evaluate(f"{error}.getAttribute('role')") == "alert"
+    editor.wait_until_idle()
+    editor.press("Escape")  # ComfyUI's own dialog
+    editor.page.evaluate(
+        "import('/scripts/api.js').then(({ api }) => api.dispatchCustomEvent('execution_start', {}))"
+    )
+    editor.page.wait_for(f"{error}.value === ''")

@@ -89,7 +89,7 @@ def test_a_chosen_caption_source_is_the_only_one(tmp_path):
     assert captions(scan(tmp_path, captioned(source="file name"))) == {"red_fox.png": ("red fox",)}
     add(tmp_path, "5_my_dog/x.png", "from txt")
     assert captions(scan(tmp_path, captioned(source="folder name")))["5_my_dog/x.png"] == ("my dog",)
-    with pytest.raises(ValueError, match="no caption; add red_fox.caption"):
+    with pytest.raises(ValueError, match="no caption; add <name>.caption, .*red_fox.png"):
         scan(tmp_path, captioned(source="caption"))
 
 
@@ -132,7 +132,7 @@ def test_captions_saved_by_notepad_are_read(tmp_path, encoding):
 def test_a_missing_caption_is_an_error_unless_chosen_otherwise(tmp_path):
     add(tmp_path, "a.png", None), add(tmp_path, "b.png", "  \n")
     with pytest.raises(
-        ValueError, match=r"a\.png: no caption; add a\.txt, or .* to 'trigger'(.|\n)*b\.png: no caption"
+        ValueError, match=r"2 files: no caption; add <name>\.txt, or .* to 'trigger'.*: a\.png, b\.png$"
     ):
         scan(tmp_path)
     assert captions(scan(tmp_path, captioned(missing="empty"))) == {"a.png": ("",), "b.png": ("",)}
@@ -182,11 +182,18 @@ def test_one_error_names_every_bad_file_with_its_reason_and_what_to_do(tmp_path)
 
 
 def test_nobody_is_told_to_skip_all_that_there_is(tmp_path):
-    add(tmp_path, "a.png", None)
-    with pytest.raises(
-        ValueError, match=r"add a\.txt, or set .*\nThere are no other images; repair or replace these"
-    ):
+    (tmp_path / "a.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"is not an image.*\nThere are no other images; repair or replace"):
         scan(tmp_path)
+
+
+def test_many_images_without_a_caption_are_one_line_that_says_what_to_do(tmp_path):
+    for index in range(24):
+        add(tmp_path, f"{index:02}.png", None)
+    with pytest.raises(ValueError, match="24 file.s. cannot be used") as error:
+        scan(tmp_path)
+    [_, line] = str(error.value).splitlines()
+    assert "24 files: no caption" in line and line.endswith("18.png, 19.png and 4 more")
 
 
 def test_twins_whose_captions_are_not_shared_are_fine(tmp_path):
@@ -200,8 +207,8 @@ def test_twins_whose_captions_are_not_shared_are_fine(tmp_path):
 
 def test_a_hundred_bad_files_are_listed_and_the_others_counted(tmp_path):
     for number in range(103):
-        (tmp_path / f"{number:03}.png").touch()
-    with pytest.raises(ValueError, match=r"099\.png: the file is empty.*\n  \.\.\. and 3 more\n"):
+        picture(1, number + 1).save(tmp_path / f"{number:03}.png")
+    with pytest.raises(ValueError, match=r"099\.png: 1 x 100 px is too small.*\n  \.\.\. and 3 more\n"):
         scan(tmp_path)
 
 
@@ -297,7 +304,7 @@ def test_a_link_out_of_the_folder_is_named(tmp_path):
     add(tmp_path / "set", "b.png")
     (tmp_path / "set/a.png").symlink_to(outside)
     (tmp_path / "set/a.txt").symlink_to(outside.with_suffix(".txt"))
-    with pytest.raises(ValueError, match=r"a\.png: is a link that leads out of the folder"):
+    with pytest.raises(ValueError, match=r"is a link that leads out of the folder.*: a\.png"):
         scan(tmp_path / "set")
 
 

@@ -13,7 +13,7 @@ from .batch import EncodedDataset
 from .bucket import Bucket
 from .caption import finish
 from .config import FROM_FOLDER, FROM_GRAPH, dataset_notes
-from .samples import ImageSet, Skipped
+from .samples import ImageSet, Skipped, grouped
 
 
 def summary(images: ImageSet) -> str:
@@ -141,7 +141,7 @@ def _name(dataset: EncodedDataset, position: int) -> str:
 
 
 def _skipped(skipped: Sequence[Skipped]) -> list[str]:
-    return [f"Left out: {len(skipped)}"] * bool(skipped) + [f"  {bad.name}: {bad.reason}" for bad in skipped]
+    return [f"Left out: {len(skipped)}"] * bool(skipped) + grouped(skipped)
 
 
 def _counted(samples: int, clips: int, sounds: int) -> str:
