@@ -18,6 +18,8 @@ WORKFLOW = json.loads(
     (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
 )
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
+ADDED = {"GraftLoadDataset": {"leave_out": ""}}
+"""Inputs that are newer than people's graphs, with their defaults."""
 LONG, STEPS = "long-0123456789abcdef", 10_000
 SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"
 STATUS = f"{SHADOW}.querySelector('.status').textContent"
@@ -142,7 +144,7 @@ def long_run(running):
 def test_samples_appear_with_the_run_that_was_queued_with_these_settings(editor, running, long_run):
     editor.set(TRAIN, name="long")
     graph = editor.page.evaluate("app.graphToPrompt().then(p => p.output)")
-    queued = {run_settings(graph, str(TRAIN)): STEPS}
+    queued = {run_settings(graph, str(TRAIN), lambda kind: ADDED.get(kind, {})): STEPS}
     (running.base / "output" / "graft" / long_run / "queued.json").write_text(json.dumps(queued))
     editor.load(editor.page.evaluate("app.graph.serialize()"))
     wait_for_step(editor, STEPS)
