@@ -29,9 +29,9 @@ VERBS = frozenset(
     handle hold ignore import init initialize install interrupt join keep kill leave lend let list load look
     make match measure merge move multiply note open optimize pack pin plot post prepare preview print probe
     prune put quantize queue raise read record refuse register release remember remove rename render replace
-    report request require reset resize restore resume run save say scan send set show shuffle start step
-    stop store sum sweep synchronize take tell tidy train try undo unload unmerge update use validate wait
-    warn watch wrap write
+    report request require reset resize restore resume rotate run save say scan send set show shuffle start
+    step stop store sum sweep synchronize take tell tidy train try undo unload unmerge update use validate
+    wait warn watch wrap write
     """.split()
 )
 """Public functions that act begin with one of these."""

@@ -13,6 +13,7 @@ from ..training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, Trai
 from ..training.data.picture_report import compare, draw, judge, tabulate, to_json
 from ..training.memory.plan import every_plan
 from ..training.memory.plan_table import tabulate_plans
+from ..training.memory.precision import compute_format
 from ..training.objective.parts import with_largest_parts
 from ..training.run.saved_state import StateHandle
 from ..training.validation import sample_losses, validation_loss
@@ -153,5 +154,6 @@ class MemoryPlan(Node):
         denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
         adapted = select(denoiser.specs, denoiser.family, adapter)
         batch = with_largest_parts(require_encoded(dataset).largest_batch(batch_size), config.objective)
-        text = tabulate_plans(denoiser, adapted, config, batch, every_plan())
+        plans = every_plan(compute_format(config.memory, denoiser))
+        text = tabulate_plans(denoiser, adapted, config, batch, plans)
         return io.NodeOutput(text, ui={"text": [text]})

@@ -24,7 +24,9 @@ class MemorySettings(Node):
             display_name="Memory Settings",
             description="Number format of the forward pass, activation checkpointing, and offloading or "
             "quantization of the base.",
-            search_aliases=["graft", "vram", "bf16", "checkpointing", "offload", "block swap", "nf4", "fp8"],
+            search_aliases=[
+                *("graft", "vram", "bf16", "checkpointing", "offload", "block swap", "nf4", "fp8", "int8"),
+            ],
             inputs=widgets(MemoryConfig, checkpointing=["auto", *MODES], base=["auto", *EVERY_STORE]),
             outputs=[Memory.Output("memory_settings")],
         )

@@ -237,12 +237,23 @@ class Denoiser(Protocol):
         """Every layer an adapter could sit on, by module path. Readable without holding the weights."""
         ...
 
+    def is_faster(self, format: str) -> bool:
+        """Return whether `device` multiplies by weights of an 8-bit `format` faster as they are stored than
+        made whole.
+        """
+        ...
+
     def hold(
-        self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
+        self,
+        dtype: torch.dtype,
+        store: str = "resident",
+        offload: OffloadOptions = OFFLOAD_ALL,
+        compute: str = "full",
     ) -> AbstractContextManager[HeldBase]:
         """Own the weights during the context: computing in `dtype`, restored exactly on every exit.
 
-        `store` is one of `memory.weight_store.STORES`; `offload` counts if it copies blocks at each use.
+        `store` is one of `memory.weight_store.STORES`, `compute` of its COMPUTES; `offload` counts if blocks
+        are copied at each use.
         """
         ...
 

@@ -19,7 +19,7 @@ from .adapters.build import Adapter, restore_adapters
 from .config import MemoryConfig, ObjectiveConfig
 from .memory.placement import Placement
 from .memory.plan import MemoryPlan, candidates
-from .memory.precision import compute_dtype
+from .memory.precision import compute_dtype, compute_format
 from .model import Batch, CaptionedSamples, Denoiser, OnProgress, Samples, Sampling, no_progress
 from .objective.loss import check_sampling, loss_at, with_guidance
 from .objective.sigmas import is_flow, to_sigmas
@@ -84,7 +84,9 @@ def _hold_and(
 ) -> T:
     """Return what `measure` does while the base is held, offloaded if it does not fit."""
     check_sampling(denoiser.sampling, denoiser.family.name)
-    plans = [MemoryPlan(base, "none") for base in dict.fromkeys(plan.base for plan in candidates(memory))]
+    compute = compute_format(memory, denoiser)
+    bases = dict.fromkeys(plan.base for plan in candidates(memory, compute))
+    plans = [MemoryPlan(base, "none", compute=compute) for base in bases]
     with Placement(denoiser, adapters, plans, compute_dtype(memory, denoiser)) as placement:
         return placement.retry(measure)
 

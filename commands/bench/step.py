@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...training.config import AdapterConfig, MemoryConfig, TrainConfig
+from ...training.config import AdapterConfig, Compute, MemoryConfig, TrainConfig
 from ...training.log import log
 from ...training.memory.device_memory import bytes_in_use, peak_bytes, reset_peak, synchronize
 from ...training.memory.estimate import restore_attributes
@@ -99,7 +99,9 @@ def bound(bench: Bench) -> Steps:
     return timed(step, bench)
 
 
-def graft(checkpointing: str, base: str = "resident", *, compile: bool = False) -> Callable[[Bench], Steps]:
+def graft(
+    checkpointing: str, base: str = "resident", *, compile: bool = False, compute: Compute = "full"
+) -> Callable[[Bench], Steps]:
     """This trainer, by one plan."""
 
     def make(bench: Bench) -> Steps:
@@ -107,7 +109,9 @@ def graft(checkpointing: str, base: str = "resident", *, compile: bool = False) 
         from ...training.loop import train
 
         denoiser = ComfyDenoiser(bench.patcher)
-        memory = MemoryConfig(dtype="bf16", checkpointing=checkpointing, base=base, compile=compile)
+        memory = MemoryConfig(
+            dtype="bf16", checkpointing=checkpointing, base=base, compile=compile, compute=compute
+        )
         config = TrainConfig(batch_size=bench.size, adapter=AdapterConfig(rank=bench.rank), memory=memory)
 
         def steps(count: int) -> list[float]:
@@ -264,9 +268,11 @@ def timed(step: Callable[[], object], bench: Bench) -> Steps:
 CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
     "bound": bound,
     "graft": graft("none"),
+    "graft_int8": graft("none", compute="int8"),
     "graft_selective": graft("selective"),
     "graft_block": graft("block"),
     "graft_compiled": graft("none", compile=True),
+    "graft_int8_compiled": graft("none", compile=True, compute="int8"),
     "graft_fp8": graft("block", "fp8"),
     "graft_nf4": graft("block", "nf4"),
     "graft_offload": graft("block-offload", "offload"),
@@ -278,7 +284,7 @@ CONTENDERS: Mapping[str, Callable[[Bench], Steps]] = {
     "wrappers": wrappers,
 }
 """What is compared; the node's first row is its best setting."""
-UNLESS_ASKED = ("graft_compiled", "graft_fp8", "graft_nf4", "graft_offload")
+UNLESS_ASKED = ("graft_compiled", "graft_int8_compiled", "graft_fp8", "graft_nf4", "graft_offload")
 """Left out by default: every round compiles (use --repeats 1 --steps 5) or quantizes again; the last one has
 nothing to copy on the CPU."""
 FAILURES = (ImportError, RuntimeError, UnboundLocalError, ValueError)

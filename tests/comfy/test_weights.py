@@ -20,10 +20,10 @@ ERRORS = {"stream": 0.0, "resident": 0.0, "offload": 0.0, "fp8": 0.03, "int8": 0
 class Kept(ComfyDenoiser):
     """Holds its weights in one store, whatever it is asked for."""
 
-    store = "resident"
+    store, compute = "resident", "full"
 
     def hold(self, dtype, *_):
-        return super().hold(dtype, self.store)
+        return super().hold(dtype, self.store, compute=self.compute)
 
 
 def gradients(patcher, store, name):
@@ -104,6 +104,79 @@ def test_weights_that_comfyui_keeps_in_fp8_are_trained_on_as_they_are(store):
     patched = quantized.clone()
     patched.patches = {f"diffusion_model.{found[0]}.weight": []}
     assert ComfyDenoiser(patched).specs[found[0]].quantized_bytes is None
+
+
+def quantized_flux(layout, **options):
+    """Return a tiny Flux, one whose blocks ComfyUI has quantized, and the paths of their layers."""
+    layouts = pytest.importorskip("comfy.quant_ops")
+    plain, quantized = TINY["flux"](), TINY["flux"]()
+    specs = ComfyDenoiser(plain).specs
+    found = [path for path, spec in specs.items() if spec.kind == "linear" and "blocks" in path]
+    for path in found:
+        ours, theirs = (p.model.diffusion_model.get_submodule(path) for p in (plain, quantized))
+        try:
+            small = layouts.QuantizedTensor.from_float(ours.weight.detach(), layout, **options)
+        except KeyError:
+            pytest.skip(f"this ComfyUI has no {layout}")
+        ours.weight.data = small.dequantize().to(ours.weight.dtype)
+        theirs.weight = torch.nn.Parameter(small, requires_grad=False)
+    return plain, quantized, found
+
+
+LAYOUTS = {
+    "fp8": ("TensorCoreFP8Layout", {}, 0.1),
+    "int8": ("TensorWiseINT8Layout", {}, 0.02),
+    "convrot": (
+        "TensorWiseINT8Layout",
+        {"per_channel": True, "convrot": True, "convrot_groupsize": 64},
+        0.02,
+    ),
+    "mxfp8": ("TensorCoreMXFP8Layout", {}, 0.1),
+}
+"""Name -> layout of a file, its options, and the error of gradients when it is multiplied as it is."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_of_quantized_files_are_multiplied_as_they_are(name):
+    layout, options, error = LAYOUTS[name]
+    plain, quantized, found = quantized_flux(layout, **options)
+    held = Kept(quantized)
+    held.compute = "file"
+    specs = held.specs
+    assert {specs[path].format for path in found} == {"int8" if name == "convrot" else name}
+    before = [part.clone() for path in found for part in parts_of(quantized, path)]
+    with held.hold(torch.float32) as base:
+        multiplied = {path for path, layer in base.layers.items() if layer.products}
+    assert multiplied == {p for p in found if not any(side % 16 for side in specs[p].shape)} != set()
+    batch = TINY["flux"].batch()
+    exact, same = step_gradients(ComfyDenoiser(plain), batch, CONFIG), step_gradients(held, batch, CONFIG)
+    assert same[0] == pytest.approx(exact[0], rel=error)
+    whole, small = (
+        torch.cat([g.flatten() for g in each[1].values() if g is not None]) for each in (exact, same)
+    )
+    assert (whole - small).norm() <= error * whole.norm() and not torch.equal(whole, small)
+    after = [part for path in found for part in parts_of(quantized, path)]
+    assert all(
+        torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+        for one, two in zip(before, after)
+    )
+
+
+def parts_of(patcher, path):
+    weight = patcher.model.diffusion_model.get_submodule(path).weight
+    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+
+
+def test_a_quantized_file_without_its_scales_is_refused_by_name():
+    _, quantized, found = quantized_flux("TensorCoreFP8Layout")
+    weight = quantized.model.diffusion_model.get_submodule(found[0]).weight
+    if not hasattr(weight, "_params"):
+        pytest.skip("older versions fill them in")
+    object.__setattr__(weight._params, "scale", None)
+    with pytest.raises(
+        ValueError, match=f"^{found[0]}: the file has quantized this weight but lacks its scale"
+    ):
+        _ = ComfyDenoiser(quantized).specs
 
 
 class Loaded(torch.Tensor):

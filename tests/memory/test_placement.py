@@ -31,7 +31,7 @@ class Small(TinyDenoiser):
         super().__init__()
         self.fails, self.calls, self.stores = fails, 0, []
 
-    def hold(self, dtype, store="resident", offload=OFFLOAD_ALL):
+    def hold(self, dtype, store="resident", offload=OFFLOAD_ALL, compute="full"):
         if store == UNPLACED:
             return super().hold(dtype, store)
         if self.fails(store, None):

@@ -103,7 +103,7 @@ def test_a_run_keeps_as_many_blocks_on_the_device_as_fit(count, caplog):
 
 def test_where_blocks_on_the_device_do_not_fit_all_the_same_the_run_goes_on_without(caplog):
     class Full(TinyDenoiser):
-        def hold(self, dtype, store="resident", offload=OFFLOAD_ALL):
+        def hold(self, dtype, store="resident", offload=OFFLOAD_ALL, compute="full"):
             if offload.blocks_on_device:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().hold(dtype, store, offload)
@@ -138,7 +138,7 @@ def test_host_memory_is_left_for_block_inputs(monkeypatch):
         assert plan.offload.host_reserve == inputs > 0
         holds.clear()
         with Placement(denoiser, {}, [plan], torch.float32):
-            assert holds == [("offload", OffloadOptions(inputs))]
+            assert holds == [("offload", OffloadOptions(inputs), "full")]
 
 
 def test_what_waits_in_host_memory_is_told(monkeypatch):
@@ -293,7 +293,7 @@ class Card(TinyDenoiser):
         self.left, self.stores = left, []
 
     @contextmanager
-    def hold(self, dtype, store, offload=OFFLOAD_ALL):
+    def hold(self, dtype, store, offload=OFFLOAD_ALL, compute="full"):
         self.stores.append(store)
         self.live.limit = self.left if store == "resident" else None
         try:

@@ -107,6 +107,9 @@ class TinyDenoiser:
     def is_base(self, known_as: str) -> bool:
         return known_as == self.fingerprint
 
+    def is_faster(self, format: str) -> bool:
+        return False
+
     def free_bytes(self) -> int | None:
         return device_memory.free_bytes(self.device)
 
@@ -116,12 +119,18 @@ class TinyDenoiser:
 
     @contextmanager
     def hold(
-        self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
+        self,
+        dtype: torch.dtype,
+        store: str = "resident",
+        offload: OffloadOptions = OFFLOAD_ALL,
+        compute: str = "full",
     ) -> Iterator[HeldBase]:
         modules = dict(self.module.named_modules())
-        kept = Store(store, FAMILY.blocks, dtype, self.device, offload=offload)
+        kept = Store(store, FAMILY.blocks, dtype, self.device, offload=offload, compute=compute)
         fetch = {name: self._fetch(name, spec, modules[name], kept) for name, spec in self.specs.items()}
         layers = {n: FrozenLayer(n, spec, modules[n], *fetch[n]) for n, spec in self.specs.items()}
+        for name, products in kept.products.items():
+            layers[name].products = products
         norms = {m: m._parameters for m in modules.values() if isinstance(m, nn.LayerNorm)}
         for layer in layers.values():
             layer.module.forward = layer.forward

@@ -79,7 +79,7 @@ def _linear_backward(
     grad_x = grad_down = None
     if need_x:
         assert grad_h is not None
-        grad_x = (grads @ layer.weight(x.dtype, x.device)).addmm_(grad_h, down).view(x.shape)
+        grad_x = layer.input_gradient(grads, rows.shape).addmm_(grad_h, down).view(x.shape)
     if need_down:
         assert grad_h is not None
         grad_down = grad_h.T @ rows
@@ -97,9 +97,8 @@ def _conv_backward(
     grad_h = (up.T @ grad.flatten(2)).view(grad.shape[0], -1, *grad.shape[2:])
     thin_x, grad_down = _thin_gradients(layer, grad_h, x, down, (need_x, need_down))
     if need_x:
-        assert layer.kind.input_gradient is not None and thin_x is not None
-        weight = layer.weight(x.dtype, x.device)
-        grad_x = layer.kind.input_gradient(grad, weight, x.shape, **layer.spec.options).add_(thin_x)
+        assert thin_x is not None
+        grad_x = layer.input_gradient(grad, x.shape).add_(thin_x)
     return grad_x, grad_down, grad_up
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,20 @@ except ImportError:  # before mixed-precision checkpoints
 
     class QuantizedTensor:  # type: ignore[no-redef]
         """Stands in where ComfyUI has no quantized tensors, so that isinstance is False."""
+
+
+def quantized_layout(tensor: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a quantized tensor's layout, and the layout's parameters."""
+    if hasattr(tensor, "_layout_cls"):
+        return tensor._layout_cls, vars(tensor._params)
+    return tensor._layout_type, tensor._layout_params  # before comfy-kitchen
+
+
+def multiplies_fast(layout: str) -> bool:
+    """Return whether comfy-kitchen multiplies weights of this layout on this machine's GPU."""
+    from comfy.quant_ops import get_layout_class
+
+    return bool(get_layout_class(layout).supports_fast_matmul())
 
 
 def running_server() -> Any:

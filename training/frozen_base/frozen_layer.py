@@ -6,6 +6,7 @@ next layer overwrites), and gradients are still right: the gradient with respect
 needs only the weight.
 
 Layer kinds are rows of `LAYER_KINDS`; adapters compute with `LayerKind.apply` and never ask for the kind.
+A weight that is multiplied as it is stored, in 8 bits, comes as its two `Products` besides.
 """
 
 from __future__ import annotations
@@ -39,11 +40,35 @@ class LayerSpec:
     quantized_bytes: int | None = None
     """Bytes of the weight where its file has quantized it; None for ordinary numbers."""
     has_bias: bool = False
+    format: str | None = None
+    """The 8-bit format that a quantized file's weight can be multiplied in; None if it has none."""
 
     @property
     def numel(self) -> int:
         """Number of elements of the weight."""
         return math.prod(self.shape)
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the layer multiplies each position by one matrix: linear, or a 1x1 convolution."""
+        if self.kind == "linear":
+            return True
+        plain = {"stride": 1, "padding": 0, "groups": 1}
+        return set(self.shape[2:]) == {1} and all(
+            set(value if isinstance(value, tuple) else (value,)) == {plain[name]}
+            for name, value in self.options.items()
+            if name in plain
+        )
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a pointwise layer's weight as it is stored, without making it whole."""
+
+    forward: Callable[[Tensor, Tensor | None], Tensor]
+    """forward(x (n, in), bias) -> (n, out)"""
+    backward: Callable[[Tensor], Tensor]
+    """backward(grad (n, out)) -> (n, in)"""
 
 
 @dataclass(frozen=True)
@@ -80,16 +105,18 @@ class FrozenLayer:
         self.module = module
         self.weight = weight
         self.bias = bias
+        self.products: Products | None = None
+        """What the layer computes with instead of `weight`; the weight is still there to be read."""
         self.kind = LAYER_KINDS[spec.kind]
         self.is_saved = self.kind.input_gradient is not None and is_worth_saving(spec.shape)
         """Whether selective checkpointing saves the output."""
 
     def lend_weight(self, other: FrozenLayer) -> Callable[[], None]:
         """Use the weight and bias of `other`; return the function that drops them."""
-        self.weight, self.bias = other.weight, other.bias
+        self.weight, self.bias, self.products = other.weight, other.bias, other.products
 
         def let_go() -> None:
-            self.weight, self.bias = _let_go, None
+            self.weight, self.bias, self.products = _let_go, None, None
 
         return let_go
 
@@ -136,7 +163,25 @@ class FrozenLayer:
         """Compute the layer's output from x; if autograd is on, it saves the weight."""
         dtype, device = dtype_for(x), x.device
         bias = self.bias(dtype, device) if self.bias is not None else None
+        if (products := self.products) is not None:
+            return _no_view(self._by_rows(x, lambda rows: products.forward(rows, bias)))
         return _no_view(self.kind.apply(x, self.weight(dtype, device), bias, **self.spec.options))
+
+    def input_gradient(self, grad: Tensor, x_shape: torch.Size) -> Tensor:
+        """Return the gradient of an input of `x_shape` for the gradient of its output, in one dtype."""
+        if self.products is not None:
+            return self._by_rows(grad, self.products.backward)
+        assert self.kind.input_gradient is not None
+        weight = self.weight(grad.dtype, grad.device)
+        return self.kind.input_gradient(grad, weight, x_shape, **self.spec.options)
+
+    def _by_rows(self, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `multiply` of x's positions as rows; a convolution's channels are axis 1."""
+        is_linear = self.spec.kind == "linear"
+        positions = x if is_linear else x.movedim(1, -1)
+        y = multiply(positions.reshape(-1, positions.shape[-1]))
+        y = y.view(*positions.shape[:-1], y.shape[-1])
+        return y if is_linear else y.movedim(-1, 1).contiguous()
 
 
 def _let_go(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,16 +198,14 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLayer) -> Tensor:
-        ctx.layer, ctx.shape, ctx.dtype, ctx.device = layer, x.shape, x.dtype, x.device
+        ctx.layer, ctx.shape = layer, x.shape
         return layer.compute_once(lambda: layer.compute(x))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         layer: FrozenLayer = ctx.layer
-        assert layer.kind.input_gradient is not None
-        weight = layer.weight(ctx.dtype, ctx.device)
-        return layer.kind.input_gradient(grad, weight, ctx.shape, **layer.spec.options), None
+        return layer.input_gradient(grad, ctx.shape), None
 
 
 def dtype_for(x: Tensor, of_ids: torch.dtype = torch.float32) -> torch.dtype:

@@ -245,7 +245,11 @@ def _structure(
     parts: list[Hashable] = []
     for name, module in block.named_modules(prefix=path):
         layer, adapter = layers.get(name), adapters.get(name)
-        kind = None if layer is None else (layer.spec.kind, layer.spec.shape, layer.spec.quantized_bytes)
+        kind = (
+            None
+            if layer is None
+            else (layer.spec.kind, layer.spec.shape, layer.spec.quantized_bytes, layer.spec.format)
+        )
         trained = (
             ()
             if adapter is None

@@ -27,7 +27,7 @@ from .activation_checkpointing import checkpoint_blocks, repeated_blocks
 from .alike import Timeline, compute_alike_once, total
 from .offload import is_worth_moving, pinned_size
 from .tensor_counter import LiveTensors, tensors_of
-from .weight_store import UNPLACED
+from .weight_store import UNPLACED, fake_products
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,15 @@ def estimate_step(
     *,
     copies: bool = False,
     alike: bool = True,
+    compute: str = "full",
 ) -> StepEstimate:
     """Estimate a step over `batch` with adapters on the `adapted` layers and checkpointing `mode`.
 
     What the batch holds decides the parts of the loss (`parts_of`), which are computed one by one. `copies`
-    is for networks that change saved tensors in place (`in_place.py`). Of alike blocks only the first is
-    computed (`alike.py`), unless `alike` is False. Block inputs that "block-offload" moves to host memory are
-    not counted, on any device. Raises RuntimeError if shapes depend on floating-point numbers.
+    is for networks that change saved tensors in place (`in_place.py`), `compute` is one of
+    weight_store.COMPUTES. Of alike blocks only the first is computed (`alike.py`), unless `alike` is False.
+    Block inputs that "block-offload" moves to host memory are not counted, on any device. Raises RuntimeError
+    if shapes depend on floating-point numbers.
     """
     with ExitStack() as stack:
         base = stack.enter_context(denoiser.hold(dtype, UNPLACED))
@@ -86,6 +88,9 @@ def estimate_step(
         stack.enter_context(_mode_of(base.module) or FakeTensorMode(allow_non_fake_inputs=True))
         for layer in base.layers.values():
             layer.weight = _fake_weight(layer, dtype, denoiser.device)
+            layer.products = fake_products(
+                layer.name, layer.spec, denoiser.family.blocks, compute, denoiser.device
+            )
         stack.enter_context(draws(0, 0))  # dropout masks take memory
         with denoiser.device:
             adapters = build_adapters(adapted, config)

@@ -74,10 +74,11 @@ def estimate_key(
     batch: Batch,
     mode: str,
     dtype: torch.dtype,
+    compute: str = "full",
 ) -> str:
     """Return a digest of all that the estimate of a step depends on."""
     parts = (
-        *(_code(), torch.__version__, denoiser.structure, denoiser.device.type, mode, dtype, config),
+        *(_code(), torch.__version__, denoiser.structure, denoiser.device.type, mode, dtype, compute, config),
         *(adapted.items(), _signature(batch)),
     )
     return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

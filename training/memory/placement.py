@@ -138,7 +138,9 @@ class Placement:
             resources.enter_context(limit_memory(most, self.denoiser.device))
             self._pinned = self._pinned or PinnedMemory(self.plan.offload.host_reserve)
             offload = replace(self.plan.offload, pinned=self._pinned)
-            base = resources.enter_context(self.denoiser.hold(self.dtype, self.plan.base, offload))
+            base = resources.enter_context(
+                self.denoiser.hold(self.dtype, self.plan.base, offload, self.plan.compute)
+            )
             resources.enter_context(attach(base.layers, self.adapters))
             units = self.denoiser.family.checkpointed
             if self.compile:

@@ -27,9 +27,19 @@ from .activation_checkpointing import MODES
 from .estimate import StepEstimate, estimate_step
 from .in_place import is_changed_in_place
 from .known_estimates import KnownEstimates, estimate_key
-from .precision import compute_dtype
+from .precision import compute_dtype, compute_format
+from .quantize import FORMATS
 from .sharding import SHARDED
-from .weight_store import COPIED, EVERY_STORE, STORES, block_bytes, is_quantized, layer_bytes, weight_bytes
+from .weight_store import (
+    COPIED,
+    EVERY_STORE,
+    STORES,
+    block_bytes,
+    is_multiplied,
+    is_quantized,
+    layer_bytes,
+    weight_bytes,
+)
 
 GIB = 1 << 30
 
@@ -49,15 +59,21 @@ class MemoryPlan:
     checkpointing: str
     """One of activation_checkpointing.MODES."""
     offload: OffloadOptions = field(default=OFFLOAD_ALL, compare=False)
+    compute: str = "full"
+    """One of weight_store.COMPUTES."""
 
     def __str__(self) -> str:
         count = len(self.offload.blocks_on_device)
         there = f" with {count} {'block' if count == 1 else 'blocks'} on the device" if count else ""
-        return f"base {self.base}{there}, checkpointing {self.checkpointing}"
+        return f"base {self.base}{there}, checkpointing {self.checkpointing}{self._in_8_bits}"
 
     @property
     def short(self) -> str:
-        return f"{self.base}, {self.checkpointing}"
+        return f"{self.base}, {self.checkpointing}{self._in_8_bits}"
+
+    @property
+    def _in_8_bits(self) -> str:
+        return "" if self.compute == "full" else f", compute {self.compute}"
 
 
 @dataclass(frozen=True)
@@ -118,28 +134,42 @@ class Estimate:
         return frozenset()
 
 
-def candidates(config: MemoryConfig, *, is_mapped: bool = False) -> Sequence[MemoryPlan]:
+def candidates(
+    config: MemoryConfig, compute: str = "full", *, is_mapped: bool = False
+) -> Sequence[MemoryPlan]:
     """Return the plans that the settings allow, fastest first; all train to the same result.
 
-    A base that `is_mapped` from its file, as host memory is too small for it, is streamed, not offloaded.
+    A base that `is_mapped` from its file, as host memory is too small for it, is streamed, not offloaded,
+    unless it is in 8 bits then. `compute` is what `compute_format` makes of the setting.
 
-    Raises UserError for unknown settings.
+    Raises UserError for unknown settings, and for a base that cannot be multiplied so.
     """
+    if not _can_be_multiplied(config.base, compute):
+        raise UserError(
+            f"compute: {compute!r} multiplies weights that are stored as {compute}, and base is "
+            f"{config.base!r}. In Memory Settings set base to 'auto', or compute to 'full'."
+        )
     for name, value, known in (
         ("base", config.base, EVERY_STORE),
         ("checkpointing", config.checkpointing, MODES),
     ):
         if value != "auto" and value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
-    copied = "stream" if is_mapped else "offload"
+    copied = "stream" if is_mapped and _can_be_multiplied("stream", compute) else "offload"
     bases = ("resident", copied) if config.base == "auto" else (config.base,)
     modes = tuple(MODES) if config.checkpointing == "auto" else (config.checkpointing,)
-    return [MemoryPlan(base, mode) for base in bases for mode in modes]
+    return [MemoryPlan(base, mode, compute=compute) for base in bases for mode in modes]
 
 
-def every_plan() -> Sequence[MemoryPlan]:
-    """Return all plans, including those that quantize the base."""
-    return [MemoryPlan(base, mode) for base in STORES for mode in MODES]
+def every_plan(compute: str = "full") -> Sequence[MemoryPlan]:
+    """Return all plans, those that quantize the base included, with `compute` where the base allows it."""
+    can = {base: compute if _can_be_multiplied(base, compute) else "full" for base in STORES}
+    return [MemoryPlan(base, mode, compute=can[base]) for base in STORES for mode in MODES]
+
+
+def _can_be_multiplied(base: str, compute: str) -> bool:
+    """Return whether weights that `base` keeps can be in the numbers that `compute` multiplies."""
+    return compute not in FORMATS or base in ("auto", "resident", "offload", compute)
 
 
 def budget_of(denoiser: Denoiser, config: MemoryConfig) -> int | None:
@@ -186,7 +216,8 @@ def plans_that_fit(
     An offloaded base first keeps as many blocks on the device as fit; if memory runs out all the same, the
     plan is tried again without them.
     """
-    plans = candidates(config.memory, is_mapped=denoiser.is_mapped)
+    compute = compute_format(config.memory, denoiser)
+    plans = candidates(config.memory, compute, is_mapped=denoiser.is_mapped)
     # A single plan leaves no choice, unless its blocks can stay on the device or a budget must hold.
     matters = len(plans) > 1 or plans[0].base in COPIED or bool(config.memory.budget_gb)
     if (
@@ -201,7 +232,7 @@ def plans_that_fit(
     try:
         # The first that fits is the fastest; those behind it are for when memory runs out all the same.
         for index, plan in enumerate(plans):
-            weights = weight_bytes(denoiser.specs, denoiser.family.blocks, plan.base, dtype)
+            weights = weight_bytes(denoiser.specs, denoiser.family.blocks, plan.base, dtype, compute)
             if weights > budget and plan is not plans[-1]:
                 continue  # no step is estimated where not even the base fits
             each = estimate(plan)
@@ -246,39 +277,41 @@ def make_estimator(
     """
     dtype = compute_dtype(config.memory, denoiser)
     blocks = denoiser.family.blocks
-    sizes = block_bytes(denoiser.specs, blocks, dtype)
     adapters, optimizing = adapter_bytes(adapted, config), optimizing_bytes(adapted, config)
 
     known = KnownEstimates(denoiser.cache_folder)
 
     @cache
-    def step(mode: str) -> StepEstimate:
-        key = estimate_key(denoiser, adapted, config.adapter, batch, mode, dtype)
+    def step(mode: str, compute: str) -> StepEstimate:
+        key = estimate_key(denoiser, adapted, config.adapter, batch, mode, dtype, compute)
         estimate = known.recall(key)
         if estimate is None:
-            estimate = compute_step(mode)
+            estimate = compute_step(mode, compute)
             known.remember(key, estimate)
         return estimate
 
-    def compute_step(mode: str) -> StepEstimate:
-        compute = partial(estimate_step, denoiser, adapted, config.adapter, batch, mode, dtype)
+    def compute_step(mode: str, compute: str) -> StepEstimate:
+        attempt = partial(
+            estimate_step, denoiser, adapted, config.adapter, batch, mode, dtype, compute=compute
+        )
         try:
-            return compute()
+            return attempt()
         except RuntimeError as error:
             if not is_changed_in_place(error):
                 raise
-        return compute(copies=True)
+        return attempt(copies=True)
 
     def estimate(plan: MemoryPlan) -> Estimate:
-        weights = weight_bytes(denoiser.specs, blocks, plan.base, dtype) + dequantizing_bytes(
-            denoiser.specs, plan, dtype
-        )
+        weights = weight_bytes(denoiser.specs, blocks, plan.base, dtype, plan.compute)
+        weights += dequantizing_bytes(denoiser.specs, plan, dtype)
+        sizes = block_bytes(denoiser.specs, blocks, dtype, plan.compute)
         # "block" and "block-offload" share one estimate.
         moves = plan.checkpointing == "block-offload"
-        passes = step("block").as_block_offload() if moves else step(plan.checkpointing)
+        passes = step("block" if moves else plan.checkpointing, plan.compute)
+        passes = passes.as_block_offload() if moves else passes
         copied = sizes if plan.base in COPIED else {}
         # A streamed base takes two pinned buffers of host memory, each for the largest layer.
-        buffers = 2 * max((layer_bytes(spec, dtype) for spec in denoiser.specs.values()), default=0)
+        buffers = 2 * max((int(layer_bytes(spec, dtype)) for spec in denoiser.specs.values()), default=0)
         host = {"offload": sum(sizes.values()), "stream": buffers}.get(plan.base, 0)
         return Estimate(
             plan,
@@ -296,7 +329,12 @@ def make_estimator(
 
 def dequantizing_bytes(specs: Mapping[str, LayerSpec], plan: MemoryPlan, dtype: torch.dtype) -> int:
     """Return the bytes that dequantizing the largest layer takes: its numbers before and after scaling."""
-    quantized = (s for s in specs.values() if s.quantized_bytes is not None or is_quantized(s, plan.base))
+    quantized = (
+        spec
+        for spec in specs.values()
+        if (spec.quantized_bytes is not None or is_quantized(spec, plan.base))
+        and not is_multiplied(spec, plan.compute)
+    )
     return 2 * max((layer.numel for layer in quantized), default=0) * dtype.itemsize
 
 

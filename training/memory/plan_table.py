@@ -78,7 +78,7 @@ def format_plans(
     device as fit; a streamed one must be read from its file that fast.
     """
     rows: list[tuple[str, ...]] = [
-        ("base", "checkpointing", "weights", "adapters", "step", "peak", "host", "time", "")
+        ("base", "checkpointing", "compute", "weights", "adapters", "step", "peak", "host", "time", "")
     ]
     fastest = min(e.step.flops for e in estimates) or 1
     for e in estimates:
@@ -90,7 +90,7 @@ def format_plans(
             rate = gib(moved) + " a step" if flops is None else gib(int(e.read_rate(flops, budget))) + "/s"
             fits = ", ".join(filter(None, (fits, f"reads {rate}")))
         sizes = (gib(size) if size else "-" for size in (e.weights, e.adapters, e.step_peak, e.peak, e.host))
-        rows.append((e.plan.base, e.plan.checkpointing, *sizes, time, fits))
+        rows.append((e.plan.base, e.plan.checkpointing, e.plan.compute, *sizes, time, fits))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

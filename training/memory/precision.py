@@ -15,6 +15,7 @@ from .. import rng
 from ..config import MemoryConfig
 from ..model import Denoiser
 from ..user_error import UserError
+from .eight_bit import FORMATS, refusal
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -34,6 +35,27 @@ def compute_dtype(config: MemoryConfig, denoiser: Denoiser) -> torch.dtype:
             f"NaN; set precision in Memory Settings to auto or one of {can}."
         )
     return dtype
+
+
+def compute_format(config: MemoryConfig, denoiser: Denoiser) -> str:
+    """Return the configured way to multiply, one of weight_store.COMPUTES; "auto" is "file" where the base's
+    file is in 8 bits and the device multiplies faster so, else "full".
+
+    Raises UserError if the device cannot multiply in the configured format, or in that of the file.
+    """
+    in_file = sorted({spec.format for spec in denoiser.specs.values() if spec.format is not None})
+    if config.compute == "auto":
+        return "file" if in_file and all(map(denoiser.is_faster, in_file)) else "full"
+    if config.compute == "full":
+        return "full"
+    for name in dict.fromkeys((config.compute, *(format for format in in_file if format in FORMATS))):
+        if reason := refusal(name, denoiser.device):
+            whose = "" if name == config.compute else ", and the base's file is in that format"
+            raise UserError(
+                f"compute: {denoiser.device} cannot multiply {name} numbers{whose} ({reason}). Set compute "
+                "in Memory Settings to 'full'."
+            )
+    return config.compute
 
 
 @contextmanager

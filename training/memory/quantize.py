@@ -16,17 +16,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..optional_packages import optional
 from ..user_error import UserError
-
-Parts = tuple[Tensor, ...]
+from .eight_bit import EightBit
+from .eight_bit import Parts as Parts
 
 SMALLEST = 4096
 """Elements; smaller weights are not quantized."""
+
+
+class Multiplication(Protocol):
+    """The products of a weight's parts, on their device: `EightBit`, or those of the library of a file's
+    format.
+    """
+
+    @property
+    def format(self) -> str: ...
+
+    def forward(self, parts: Parts, rows: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def backward(self, parts: Parts, grads: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,8 @@ class StoredWeight:
     """dequantize_parts(parts, dtype) -> the weight in its own shape, on the device of the parts."""
     is_plain: bool = False
     """Whether the one part is the weight itself."""
+    multiplication: Multiplication | None = None
+    """How its parts can be multiplied as they are."""
 
     @property
     def nbytes(self) -> int:
@@ -52,9 +68,16 @@ def plain(weight: Tensor) -> StoredWeight:
     return StoredWeight((weight,), lambda parts, dtype: parts[0].to(dtype), is_plain=True)
 
 
-def scaled(small: Tensor, scale: Tensor) -> StoredWeight:
-    """Return a weight stored in a small format, with a scale that broadcasts over it."""
-    return StoredWeight((small, scale), lambda parts, dtype: parts[0].to(dtype) * parts[1].to(dtype))
+def scaled(small: Tensor, scale: Tensor, format: str | None = None) -> StoredWeight:
+    """Return a weight stored in a small format, with a scale that broadcasts over it.
+
+    `format` is the row of `eight_bit.FORMATS` by which it can be multiplied, if any.
+    """
+    return StoredWeight(
+        (small, scale),
+        lambda parts, dtype: parts[0].to(dtype) * parts[1].to(dtype),
+        multiplication=EightBit(format) if format else None,
+    )
 
 
 def quantize(weight: Tensor, name: str, dtype: torch.dtype) -> StoredWeight:
@@ -70,12 +93,14 @@ def quantize(weight: Tensor, name: str, dtype: torch.dtype) -> StoredWeight:
 def _fp8(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
     limit = torch.finfo(torch.float8_e4m3fn).max
     scale = _row_scale(weight, limit, dtype)
-    return scaled((weight.float() / scale.float()).clamp_(-limit, limit).to(torch.float8_e4m3fn), scale)
+    return scaled(
+        (weight.float() / scale.float()).clamp_(-limit, limit).to(torch.float8_e4m3fn), scale, "fp8"
+    )
 
 
 def _int8(weight: Tensor, dtype: torch.dtype) -> StoredWeight:
     scale = _row_scale(weight, 127, dtype)
-    return scaled((weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale)
+    return scaled((weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale, "int8")
 
 
 def _nf4(weight: Tensor, dtype: torch.dtype) -> StoredWeight:

@@ -33,6 +33,7 @@ from .device import free_bytes, supported_dtypes
 from .differentiable import make_differentiable
 from .file_weights import mapped_file, move_to_file
 from .fingerprint import earlier_fingerprint, fingerprint, sampling_settings, settings
+from .product_speed import is_faster
 from .structure import structure
 from .text_encoders import TextEncoders
 from .unload import unload
@@ -123,9 +124,16 @@ class ComfyDenoiser:
     def _patchers(self) -> tuple[Any, ...]:
         return (self.patcher, self.text.clip.patcher) if self.text else (self.patcher,)
 
+    def is_faster(self, format: str) -> bool:
+        return is_faster(format, self.device)
+
     @contextmanager
     def hold(
-        self, dtype: torch.dtype, store: str = "resident", offload: OffloadOptions = OFFLOAD_ALL
+        self,
+        dtype: torch.dtype,
+        store: str = "resident",
+        offload: OffloadOptions = OFFLOAD_ALL,
+        compute: str = "full",
     ) -> Iterator[HeldBase]:
         """Own the weights, with the MODEL's own patches applied; see `weights.hold_weights`.
 
@@ -141,9 +149,8 @@ class ComfyDenoiser:
                 stack.callback(_set_attribute(self.model, name, value))
             try:
                 file = move_to_file(self.network) if store == "stream" else None
-                weight_store = Store(
-                    store, self.family.blocks, dtype, self.device, offload=offload, file=file
-                )
+                where = {"offload": offload, "file": file, "compute": compute}
+                weight_store = Store(store, self.family.blocks, dtype, self.device, **where)
                 stack.callback(weight_store.release)
                 base = stack.enter_context(
                     weights.hold_weights(self.patcher, self.network, NETWORK, weight_store)

@@ -8,6 +8,7 @@ everything.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 
 from ...frozen_base.frozen_layer import FrozenLayer, LayerSpec
 from ...frozen_base.replace_forward import set_forward
+from ...memory.eight_bit import EightBit
 from ...memory.gguf import gguf_weight
 from ...memory.quantize import Parts, StoredWeight, plain, scaled
 from ...memory.weight_store import UNPLACED, Store
 from ...model import HeldBase
 from ..versions import QuantizedTensor
+from .quantized import file_format, part_names, stored_as_comfyui
 
 Patch = Callable[..., StoredWeight]
 """patch(name, weight, later=False) -> a module's weight with the MODEL's patches for it."""
@@ -40,7 +43,7 @@ def layer_specs(network: nn.Module, patches: Container[str] = (), prefix: str = 
     """
     specs: dict[str, LayerSpec] = {}
     for path, module in network.named_modules():
-        spec = _spec(module, is_patched=f"{prefix}.{path}.weight" in patches)
+        spec = _spec(module, path, is_patched=f"{prefix}.{path}.weight" in patches)
         if spec is not None:
             specs[path] = spec
     return specs
@@ -99,6 +102,7 @@ def _hold_layer(
     stored = {n: _stored(t, loaded[n], module if n == "weight" else None) for n, t in tensors.items()}
     stored = {n: patch(n, weight, later=store.name in (UNPLACED, "stream")) for n, weight in stored.items()}
     layer = FrozenLayer(path, spec, module, store.make_fetch(path, spec, stored["weight"]))
+    layer.products = store.products.get(path)
     if "bias" in stored:
         # A bias is small: always on the device.
         bias = stored["bias"].dequantize(store.dtype).to(store.device)
@@ -148,22 +152,23 @@ def _as_in_model(tensor: Tensor, module: nn.Module, name: str) -> Tensor:
     return tensor.to(dtype) if dtype.itemsize <= tensor.dtype.itemsize else tensor
 
 
-def _spec(module: nn.Module, is_patched: bool) -> LayerSpec | None:
+def _spec(module: nn.Module, path: str, is_patched: bool) -> LayerSpec | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         return None
     shape = tuple(weight.shape)
     quantized = None if is_patched else _quantized_bytes(weight)
     has_bias = getattr(module, "bias", None) is not None
+    format = None if is_patched or quantized is None else _format(weight, path)
     if hasattr(module, "in_features") and hasattr(module, "out_features") and len(shape) == 2:
         sides: Any = module  # quantized weights may have another shape
         sizes = int(sides.out_features), int(sides.in_features)
-        return LayerSpec("linear", sizes, quantized_bytes=quantized, has_bias=has_bias)
+        return LayerSpec("linear", sizes, {}, quantized, has_bias, format)
     if hasattr(module, "kernel_size") and not getattr(module, "transposed", False) and len(shape) in (3, 4):
         if getattr(module, "padding_mode", "zeros") != "zeros":
             return None
         options = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")}
-        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, quantized, has_bias)
+        return LayerSpec(f"conv{len(shape) - 2}d", shape, options, quantized, has_bias, format)
     if hasattr(module, "num_embeddings") and len(shape) == 2:
         return LayerSpec("embedding", shape, {"padding_idx": module.padding_idx}, quantized)
     return None
@@ -178,32 +183,34 @@ def _stored(tensor: Tensor, loaded: Any, module: nn.Module | None) -> StoredWeig
     if from_gguf is not None:
         return from_gguf
     if isinstance(tensor, QuantizedTensor):
-        return _stored_as_comfyui(tensor)
+        return _as_comfyui(tensor)
     scale = getattr(module, "scale_weight", None)
     if tensor.dtype in FLOAT8 and scale is not None:
-        return scaled(tensor, to_ordinary(scale))
-    return plain(tensor)
+        return scaled(tensor, to_ordinary(scale), "fp8")
+    stored = plain(tensor)
+    # Numbers that were cast to fp8 have no scale.
+    is_cast = tensor.dtype in FLOAT8 and module is not None
+    return dataclasses.replace(stored, multiplication=EightBit("fp8")) if is_cast else stored
 
 
-def _stored_as_comfyui(tensor: Any) -> StoredWeight:
-    names, context = tensor.__tensor_flatten__()
-    kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
-
-    def dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
-        inner = dict(zip(names, parts, strict=True))
-        again = kind.__tensor_unflatten__(inner, context, shape, stride)
-        return again.dequantize().to(dtype)  # type: ignore[no-any-return]
-
-    return StoredWeight(tuple(to_ordinary(getattr(tensor, name)) for name in names), dequantize)
+def _as_comfyui(tensor: Any) -> StoredWeight:
+    return stored_as_comfyui(tensor, [to_ordinary(getattr(tensor, name)) for name in part_names(tensor)])
 
 
 def _quantized_bytes(weight: Tensor) -> int | None:
     """Return the bytes of a quantized weight, None for a plain one."""
     if isinstance(weight, QuantizedTensor):
-        return _stored_as_comfyui(weight).nbytes
+        return _as_comfyui(weight).nbytes
     if _gguf_type(weight):
         return weight.as_subclass(Tensor).nbytes
     return weight.nbytes if weight.dtype in FLOAT8 else None
+
+
+def _format(weight: Tensor, where: str) -> str | None:
+    """Return the format in which a quantized weight can be multiplied as it is, None if there is none."""
+    if isinstance(weight, QuantizedTensor):
+        return file_format(weight, where)
+    return "fp8" if weight.dtype in FLOAT8 else None
 
 
 def _gguf(tensor: Tensor, loaded: Any) -> StoredWeight | None:
