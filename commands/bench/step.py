@@ -5,7 +5,8 @@ noisy for all; reported are medians. The bound is what no trainer can beat: the 
 and the backward pass to its input. Memory is that of all tensors at the worst moment of a step, the base
 included (tensors_mb; on a graphics card the allocator's peak), and with --rss also the peak of a process that
 does nothing else (peak_mb). of_peak is what is computed in a second as a share of what the device reaches in
-one large product.
+one large product. With --profile also where the time goes, and added_up: the bound if its products were int8
+ones, at the speeds measured for their shapes, and nothing else changed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..headless.import_comfyui import start_comfyui
 from . import base_models
 from .base_models import FULL, HOST, NARROW, SMALL, BaseModel, batch_of
 from .process import peak_rss, run_alone
+from .step_profile import int8_share, profile_step
 
 DTYPE = torch.bfloat16
 NOISE = 0.5
@@ -311,6 +313,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batch", type=int, default=1, help="images in a step")
+    parser.add_argument("--profile", action="store_true", help="also the parts of a step, on the CPU")
     parser.add_argument("--rss", action="store_true", help="each contender also in a process of its own")
     parser.add_argument("--peak", choices=list(CONTENDERS), help=argparse.SUPPRESS)
 
@@ -381,6 +384,22 @@ def measure(name: str, model: BaseModel, args: argparse.Namespace) -> dict[str, 
     report["base_mb"] = round(base / 1e6)
     report["peak_mb"] = {c: peak_of(name, c, args) for c in contenders} if args.rss else tensors
     report["missing"] = missing
+    if args.profile:
+        report |= profiles(contenders, medians, bench)
+    return report
+
+
+def profiles(
+    contenders: Mapping[str, Steps], medians: Mapping[str, float], bench: Bench
+) -> Mapping[str, Any]:
+    """Return the parts of each contender's step, and the seconds that an int8 step's parts add up to."""
+    report: dict[str, Any] = {"profile": {}}
+    for name, steps in contenders.items():
+        parts, products = profile_step(steps)
+        report["profile"][name] = parts
+        if name == "bound":
+            saved = parts.get("products", 0.0) * (1 - int8_share(products, bench.clock))
+            report["added_up"] = round(medians["bound"] * (1 - saved), 4)
     return report
 
 

@@ -16,11 +16,18 @@ SMALL = replace(NARROW["flux"], network={**NARROW["flux"].network, "depth": 1, "
 
 @pytest.mark.skipif(PRETENDED, reason="autocast does not know the pretended card")
 def test_every_contender_is_measured_or_named():
-    names = [name for name in CONTENDERS if name != "graft_compiled"]
-    args = Namespace(rank=2, batch=2, clock="wall", repeats=1, steps=1, only=names, rss=False)
+    names = [name for name in CONTENDERS if not name.endswith("_compiled")]
+    args = Namespace(rank=2, batch=2, clock="wall", repeats=1, steps=1, only=names, rss=False, profile=True)
     report = measure("flux", SMALL, args)
     measured, missing = set(report["tensors_mb"]), set(report["missing"])
     assert measured | missing == set(names) and missing <= {"train_lora_node", "train_lora_node_as_shipped"}
     assert all(report[name] > 0 and report["of_peak"][name] > 0 for name in measured)
     assert report["tensors_mb"]["bound"] >= report["base_mb"]
     assert all(name in as_table(report) for name in names)
+    parts = report["profile"]
+    assert set(parts) == measured and all(
+        sum(each.values()) == pytest.approx(1, abs=0.01) for each in parts.values()
+    )
+    assert parts["graft_int8"]["int8 products"] > 0 and parts["graft_int8"]["quantizing"] > 0
+    assert "int8 products" not in parts["graft"] and parts["graft"]["products"] > 0
+    assert 0 < report["added_up"] <= 1.5 * report["bound"]

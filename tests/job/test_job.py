@@ -140,6 +140,7 @@ HONORED = {
     "model.is_auraflow": (False, SAME),
     "model.quantize": (True, {"memory.base": "fp8"}),
     "model.qtype": ("nf4", {"memory.base": "nf4"}),
+    "model.compute": ("int8", {"memory.compute": "int8"}),
     "model.quantize_te": (False, SAME),
     "model.layer_offloading": (True, {"memory.base": "offload"}),
     "model.layer_offloading_transformer_percent": (1.0, SAME),

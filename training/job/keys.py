@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 from ..adapters.build import ADAPTERS
+from ..config import Compute
 from ..family import architectures
 from ..optimizer.rows import OPTIMIZERS
 from ..user_error import UserError
@@ -424,6 +425,7 @@ KEYS: Mapping[str, Read] = {
     "model.layer_offloading": to("may.layer_offloading", flag),
     "model.layer_offloading_transformer_percent": only(1.0, "all layers are offloaded, or none"),
     "model.layer_offloading_text_encoder_percent": Beside("model.layer_offloading", TEXT_ENCODERS_LEAVE),
+    "model.compute": to("memory.compute", one_of({name: name for name in get_args(Compute)})),
     "model.compile": to("memory.compile", flag),
     "model.block_compile": to("memory.compile", either(True, None)),
     "model.model_kwargs": refused("these are settings of ai-toolkit's own model classes"),

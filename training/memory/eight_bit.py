@@ -24,7 +24,7 @@ Parts = tuple[Tensor, ...]
 MULTIPLE = 16
 """What both sides of a weight must be a multiple of: hardware multiplies 8-bit numbers in tiles."""
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements that are scaled at a time on the CPU, so that intermediate results stay in its cache."""
 
 FEWEST_ROWS = 32
@@ -131,7 +131,7 @@ def _product(
 ) -> Tensor:
     """Return (rows * folded) @ weight * columns + bias in the dtype of the rows."""
     small, scales = quantize_rows(rows, format, folded)
-    return _scale(format.multiply(small, weight), scales, columns, bias, rows.dtype)
+    return scale_product(format.multiply(small, weight), scales, columns, bias, rows.dtype)
 
 
 def quantize_rows(rows: Tensor, format: Format, folded: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -142,9 +142,10 @@ def quantize_rows(rows: Tensor, format: Format, folded: Tensor | None = None) ->
     small = torch.empty(rows.shape, dtype=format.dtype, device=rows.device)
     scales = torch.empty((len(rows), 1), device=rows.device)
     for part in _chunks(rows):
-        numbers = rows[part].float() if folded is None else rows[part] * folded
+        # A copy, also of float32 rows: they are the caller's.
+        numbers = rows[part].to(torch.float32, copy=True) if folded is None else rows[part] * folded
         scale = numbers.abs().amax(1, keepdim=True).div_(format.largest).clamp_min_(_SMALLEST_SCALE)
-        numbers = numbers / scale  # not in place: float32 rows are those of the caller
+        numbers = numbers.mul_(scale.reciprocal())
         small[part] = numbers.round_() if format.dtype == torch.int8 else numbers
         scales[part] = scale
     return small, scales
@@ -153,7 +154,7 @@ def quantize_rows(rows: Tensor, format: Format, folded: Tensor | None = None) ->
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def _scale(
+def scale_product(
     y: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return y * rows * columns + bias in `dtype`, for scales (n, 1) and (1, m)."""
@@ -169,7 +170,8 @@ def _scale(
 def _chunks(rows: Tensor) -> Iterator[slice]:
     """Yield slices of the rows: all at once, or on the CPU as many as stay in its cache."""
     count = len(rows)
-    at_once = max(1, CHUNK // rows.shape[1]) if rows.device.type == "cpu" else count
+    is_whole = rows.device.type != "cpu" or torch.compiler.is_compiling()
+    at_once = count if is_whole else max(1, CHUNK // rows.shape[1])
     # Fake numbers take the memory of a chunk, but no time for each.
     for start in range(0, min(count, at_once) if is_fake(rows) else count, at_once):
         yield slice(start, start + at_once)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from .. import rng
 from ..config import MemoryConfig
+from ..family import block_of
+from ..log import log
 from ..model import Denoiser
 from ..user_error import UserError
-from .eight_bit import FORMATS, refusal
+from .eight_bit import FORMATS, MULTIPLE, refusal
+from .weight_store import is_multiplied
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -55,7 +59,28 @@ def compute_format(config: MemoryConfig, denoiser: Denoiser) -> str:
                 f"compute: {denoiser.device} cannot multiply {name} numbers{whose} ({reason}). Set compute "
                 "in Memory Settings to 'full'."
             )
+    _say_what_stays(config.compute, denoiser)
     return config.compute
+
+
+def _say_what_stays(compute: str, denoiser: Denoiser) -> None:
+    """Log once how many of the blocks' linear layers are not multiplied in 8 bits, and why."""
+    blocks = denoiser.family.blocks
+    left = [
+        spec
+        for path, spec in denoiser.specs.items()
+        if block_of(path, blocks) is not None and spec.kind == "linear" and not is_multiplied(spec, compute)
+    ]
+    if left:
+        _say_once(
+            f"compute {compute}: {len(left)} linear layers of {denoiser.family.name} stay in full precision: "
+            f"their sides are no multiples of {MULTIPLE}, or their file has quantized them in another way."
+        )
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info(message)
 
 
 @contextmanager
