@@ -22,7 +22,8 @@ from ...training.config import AdapterConfig, Compute, MemoryConfig, OptimizerCo
 from ...training.data import BucketConfig, DatasetConfig, encode, scan
 from ...training.loop import train
 from ...training.validation import validation_loss
-from .quality import BATCH_SIZE, RANK, RESOLUTION, STARTER, load_starter
+from .learners import BATCH_SIZE, RANK
+from .quality import RESOLUTION, STARTER, load_starter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

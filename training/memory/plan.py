@@ -144,17 +144,17 @@ def candidates(
 
     Raises UserError for unknown settings, and for a base that cannot be multiplied so.
     """
-    if not _can_be_multiplied(config.base, compute):
-        raise UserError(
-            f"compute: {compute!r} multiplies weights that are stored as {compute}, and base is "
-            f"{config.base!r}. In Memory Settings set base to 'auto', or compute to 'full'."
-        )
     for name, value, known in (
         ("base", config.base, EVERY_STORE),
         ("checkpointing", config.checkpointing, MODES),
     ):
         if value != "auto" and value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of auto, {', '.join(known)}.")
+    if not _can_be_multiplied(config.base, compute):
+        raise UserError(
+            f"compute: {compute!r} multiplies weights that are stored as {compute}, and base is "
+            f"{config.base!r}. In Memory Settings set base to 'auto', or compute to 'full'."
+        )
     copied = "stream" if is_mapped and _can_be_multiplied("stream", compute) else "offload"
     bases = ("resident", copied) if config.base == "auto" else (config.base,)
     modes = tuple(MODES) if config.checkpointing == "auto" else (config.checkpointing,)

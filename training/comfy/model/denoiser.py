@@ -149,8 +149,10 @@ class ComfyDenoiser:
                 stack.callback(_set_attribute(self.model, name, value))
             try:
                 file = move_to_file(self.network) if store == "stream" else None
-                where = {"offload": offload, "file": file, "compute": compute}
-                weight_store = Store(store, self.family.blocks, dtype, self.device, **where)
+                blocks = self.family.blocks
+                weight_store = Store(
+                    store, blocks, dtype, self.device, offload=offload, compute=compute, file=file
+                )
                 stack.callback(weight_store.release)
                 base = stack.enter_context(
                     weights.hold_weights(self.patcher, self.network, NETWORK, weight_store)
