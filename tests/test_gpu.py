@@ -103,7 +103,7 @@ def test_attention_is_computed_by_a_fused_kernel(exact):
     assert_equal(fused, trained(checkpointing="none"))
 
 
-@pytest.mark.parametrize("base", ["resident", "offload"])
+@pytest.mark.parametrize("base", ["resident", "offload", "stream"])
 def test_a_base_that_is_given_back_leaves_the_card_and_comes_again_as_it_was(exact, base):
     expected = trained(base="resident")  # libraries take their work space for good
     before, taken = torch.cuda.memory_allocated(CARD), []

@@ -35,7 +35,7 @@ from graft.training.memory.plan import (
 )
 from graft.training.memory.plan_table import format_plans
 from graft.training.memory.tensor_counter import LiveTensors
-from graft.training.memory.weight_store import STORES, is_quantized, weight_bytes
+from graft.training.memory.weight_store import COPIED, STORES, is_quantized, weight_bytes
 from graft.training.model import OFFLOAD_ALL, OffloadOptions
 
 
@@ -214,7 +214,7 @@ def test_every_plan_is_estimated(base):
     every = estimates(TinyDenoiser(), config)
     assert [p.plan.checkpointing for p in every] == list(MODES)
     assert every[0].peak > every[1].peak > every[2].peak >= every[3].peak
-    assert all(bool(p.blocks) == (base == "offload") for p in every)
+    assert all(bool(p.blocks) == (base in COPIED) for p in every)
 
 
 def test_the_table_says_what_fits_and_how_long_it_takes():
