@@ -90,7 +90,7 @@ def test_the_command_prints_every_plan(tmp_path, capsys, tiny_captions):
     assert (
         lines[0].startswith("SD3, 64 pixels, batch 1, lora of rank 4") and len(lines) == 2 + len(STORES) * 4
     )
-    assert all(line.endswith("fits") for line in lines[2:])
+    assert all("  fits" in line for line in lines[2:]) and "fits, reads " in lines[-1]
     assert main(["plan", str(path), "--card", "0.001GB", "--resolution", "64", "--tflops", "100"]) == 0
     assert "too large" in (text := capsys.readouterr().out) and " s " in text
 
