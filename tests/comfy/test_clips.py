@@ -256,3 +256,9 @@ def test_samples_of_a_video_model_are_animated_for_the_node_and_a_video_on_disk(
     writer.on_start({1: None})
     images = replace(settings, vae=SimpleNamespace(latent_dim=2), cfg=4.0)
     assert any("frames 9 of Sample Prompts: this VAE is for images" in note for note in images.notes(family))
+
+
+def test_samples_of_a_model_that_needs_a_first_frame_are_said_to_say_little():
+    family = ComfyDenoiser(WAN_I2V()).family
+    settings = samples.SamplePrompts(Clip(WAN_I2V), wan_vae(), ("a walk",), frames=9)
+    assert any("goes on from a clip's first frame" in note for note in settings.notes(family))

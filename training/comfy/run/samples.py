@@ -98,6 +98,11 @@ class SamplePrompts(SampleConfig):
             notes.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
         if self.is_sound:
             return [*notes, "Sample Prompts draws no sound: sample with the MODEL of Train Steps instead."]
+        if family.needs_first_frame:
+            notes.append(
+                f"{family.name} goes on from a clip's first frame, which Sample Prompts does not give: its "
+                "samples say little. Draw with the MODEL of Train Steps."
+            )
         if self.frames > 1 and not self.draws_clips:
             notes.append(f"frames {self.frames} of Sample Prompts: this VAE is for images; images are drawn.")
         return notes
