@@ -192,6 +192,6 @@ def test_a_new_setting_is_one_line_in_its_config(config, copy):
     assert "made_up=3" in found["default"] and "made_up=5" in found["given"]
     assert found["job"] == 3 and not found["in the graph of a job"]
     page = (copy / "web" / "docs" / f"{CONFIGS[config][1]}.md").read_text(encoding="utf-8")
-    assert "| made up | 3 | Made up for a test. |\n" in page
+    assert "- **made up** (3): Made up for a test.\n" in page
     english = json.loads((copy / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
     assert english[CONFIGS[config][1]]["inputs"]["made_up"]["name"] == "made up"
