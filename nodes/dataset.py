@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,11 @@ from ..training.comfy.dataset.in_memory import remember_set
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.model.encoder import ComfyEncoder
 from ..training.comfy.progress import progress_bar, raise_if_cancelled
-from ..training.data.config import DatasetConfig, SplitConfig
+from ..training.data.config import BESIDE, DatasetConfig, SplitConfig
 from ..training.user_error import UserError
 from .node import Files, Node
 from .sockets import Dataset, DatasetSettings, require_encoded, require_images, schema
-from .widgets import read, widget
+from .widgets import lines, read, widget
 
 SETTINGS = "From Dataset Settings; without it, its defaults."
 
@@ -63,6 +64,7 @@ class LoadDataset(Node):
                 widget(DatasetConfig, "leave_out"),
                 widget(DatasetConfig, "seconds"),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
+                widget(DatasetConfig, "references"),
             ],
             outputs=[Dataset.Output("dataset")],
         )
@@ -74,11 +76,18 @@ class LoadDataset(Node):
 
     @classmethod
     def fingerprint_inputs(
-        cls, folder: str, recursive: bool = False, frames: int = 0, seconds: float = 0.0, **others: Any
+        cls,
+        folder: str,
+        recursive: bool = False,
+        frames: int = 0,
+        seconds: float = 0.0,
+        references: str = "",
+        **others: Any,
     ) -> str:
-        path = data.resolve_dataset(folder, paths.dataset_roots())
+        folders = [folder, *_reference_folders(lines(references))]
+        found = [data.resolve_dataset(name, paths.dataset_roots()) for name in folders]
         config = DatasetConfig(recursive=recursive, frames=frames, seconds=seconds)
-        return data.fingerprint(path, config, raise_if_cancelled)
+        return " ".join(data.fingerprint(path, config, raise_if_cancelled) for path in found)
 
     @classmethod
     def config_of(cls, values: dict[str, Any], settings: dict[str, Any]) -> DatasetConfig:
@@ -92,9 +101,9 @@ class LoadDataset(Node):
     ) -> io.NodeOutput:
         config = make_config(dataset_settings, **widgets)
         with progress_bar() as on_progress:
-            images = data.scan(
-                data.resolve_dataset(folder, paths.dataset_roots()), config, on_progress=on_progress
-            )
+            folders = [folder, *_reference_folders(config.references)]
+            root, *references = (data.resolve_dataset(name, paths.dataset_roots()) for name in folders)
+            images = data.scan(root, config, references=references, on_progress=on_progress)
         return io.NodeOutput(images, ui={"text": [data.summary(images)]})
 
 
@@ -120,6 +129,14 @@ class DatasetFromImages(Node):
                 *common_inputs(),
                 io.Mask.Input("masks", optional=True, tooltip="Masks: white is trained, black is not."),
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
+                *(
+                    io.Image.Input(
+                        f"reference{number}",
+                        optional=True,
+                        tooltip="Reference images, to train an edit: one per image, or one for all.",
+                    )
+                    for number in (1, 2, 3)
+                ),
             ],
             outputs=[Dataset.Output("dataset")],
         )
@@ -131,11 +148,15 @@ class DatasetFromImages(Node):
         captions: list[str],
         masks: list[Any] | None = None,
         dataset_settings: list[DatasetConfig] | None = None,
+        reference1: list[Any] | None = None,
+        reference2: list[Any] | None = None,
+        reference3: list[Any] | None = None,
         **widgets: list[Any],
     ) -> io.NodeOutput:
         only = {name: values[0] for name, values in widgets.items()}
         config = make_config(dataset_settings[0] if dataset_settings else None, **only)
-        dataset = data.from_images(images, split_captions(captions), masks, config)
+        references = [each for each in (reference1, reference2, reference3) if each]
+        dataset = data.from_images(images, split_captions(captions), masks, config, references)
         text = data.summary(dataset)
         if masks and not dataset.sources[0].masks:
             text += (
@@ -235,7 +256,8 @@ class EncodeDataset(Node):
 
     @classmethod
     def execute(cls, dataset: Any, model: Any, clip: Any, vae: Any, encode_again: bool) -> io.NodeOutput:
-        encoder = ComfyEncoder(vae, clip, ComfyDenoiser(model).family)
+        denoiser = ComfyDenoiser(model)
+        encoder = ComfyEncoder(vae, clip, denoiser.family, denoiser)
         with progress_bar() as on_progress:
             encoded = data.encode(
                 require_images(dataset),
@@ -279,6 +301,11 @@ def make_config(settings: DatasetConfig | None, *, resolution: str, **values: An
     """Return the config of a dataset: what the node's widgets say, the rest from Dataset Settings."""
     chosen = read(settings or DatasetConfig(), values)
     return replace(chosen, bucket=replace(chosen.bucket, resolutions=_resolutions(resolution)))
+
+
+def _reference_folders(references: Sequence[str]) -> Sequence[str]:
+    """Return the names of the folders that the widget "references" names."""
+    return () if tuple(references) == (BESIDE,) else references
 
 
 def _resolutions(text: str) -> tuple[int, ...]:

@@ -151,9 +151,10 @@ class MemoryPlan(Node):
             memory=memory_settings or MemoryConfig(),
             ema=chosen.ema,
         )
-        denoiser = ComfyDenoiser(model, trained_clip(adapter, clip))
+        dataset = require_encoded(dataset)
+        denoiser = ComfyDenoiser(model, trained_clip(adapter, clip, dataset))
         adapted = select(denoiser.specs, denoiser.family, adapter)
-        batch = with_largest_parts(require_encoded(dataset).largest_batch(batch_size), config.objective)
+        batch = with_largest_parts(dataset.largest_batch(batch_size), config.objective)
         plans = every_plan(compute_format(config.memory, denoiser))
         text = tabulate_plans(denoiser, adapted, config, batch, plans)
         return io.NodeOutput(text, ui={"text": [text]})

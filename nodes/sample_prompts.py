@@ -40,10 +40,28 @@ class SamplePromptsNode(Node):
                     tooltip="Prompts, one per line. [trigger] stands for the dataset's trigger word.",
                 ),
                 *in_order([*widgets(SampleConfig, sampler=SAMPLERS, scheduler=SCHEDULERS), seed], ORDER),
+                *(
+                    io.Image.Input(
+                        f"image{number}",
+                        optional=True,
+                        tooltip="Reference images for a model that edits: one per prompt, or one for all.",
+                    )
+                    for number in (1, 2, 3)
+                ),
             ],
             outputs=[Samples.Output("sample_prompts")],
         )
 
     @classmethod
-    def execute(cls, clip: Any, vae: Any, prompts: str, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), **values))
+    def execute(
+        cls,
+        clip: Any,
+        vae: Any,
+        prompts: str,
+        image1: Any = None,
+        image2: Any = None,
+        image3: Any = None,
+        **values: Any,
+    ) -> io.NodeOutput:
+        images = tuple(image for image in (image1, image2, image3) if image is not None)
+        return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), images=images, **values))

@@ -44,12 +44,19 @@ def require_encoded(dataset: Any, name: str = "dataset") -> Any:
     return dataset
 
 
-def trained_clip(adapter: AdapterConfig, clip: Any) -> Any:
-    """Return CLIP if the LoRA has a text encoder part, else None. Raises UserError if it is missing."""
+def trained_clip(adapter: AdapterConfig, clip: Any, dataset: Any) -> Any:
+    """Return CLIP if the LoRA has a text encoder part, else None. Raises UserError if it is missing, or the
+    dataset's texts are.
+    """
     if adapter.text_encoder and clip is None:
         raise UserError(
             "clip: missing; the LoRA trains the text encoders. Connect the base's CLIP, or set "
             "text_encoder to 0 in Build LoRA."
+        )
+    if adapter.text_encoder and not dataset.is_captioned:
+        raise UserError(
+            "captions: missing; the LoRA trains the text encoders, which need the texts. Connect them to "
+            "Dataset From Latents, or set text_encoder to 0 in Build LoRA."
         )
     return clip if adapter.text_encoder else None
 

@@ -137,7 +137,8 @@ class TrainSteps(Node):
         gpus: int = 1,
     ) -> io.NodeOutput:
         adapter = start.adapter if isinstance(start, StateHandle) else start
-        denoiser, dataset = ComfyDenoiser(model, trained_clip(adapter, clip)), require_encoded(dataset)
+        dataset = require_encoded(dataset)
+        denoiser = ComfyDenoiser(model, trained_clip(adapter, clip, dataset))
         resumed, left_out = (
             (start, []) if isinstance(start, StateHandle) else save_initial_state(denoiser, adapter, seed)
         )

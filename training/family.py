@@ -90,6 +90,16 @@ class Family:
     notes: tuple[str, ...] = ()
     """Warnings shown when this family is trained."""
 
+    # Reference images
+    references: str = "ReferenceLatent"
+    """Stock node that gives the model reference images: a row of ENCODERS in comfy/model/edits.py. A model
+    that does not see what the node adds takes none."""
+    reference_method: str = ""
+    """Choice of FluxKontextMultiReferenceLatentMethod behind it; empty for the model's own."""
+
+    inpaints: bool = False
+    """Whether the model is given a masked image and its mask; SD's inpainting models say so themselves."""
+
     # LoRA files
     architecture: str = "unknown"
     """modelspec.architecture of the LoRA file, without "/lora"."""
@@ -415,7 +425,6 @@ _GENERIC_ROWS = {
     "JoyImage": "JOYIMAGE",
     "Kandinsky5": "KANDINSKY5",
     "Kandinsky5Image": "KANDINSKY5_IMAGE",
-    "Krea2": "KREA2",
     "Lens": "LENS",
     "LongCatImage": "LONGCAT_IMAGE",
     "MageFlow": "MAGE",
@@ -462,7 +471,7 @@ FAMILIES: Mapping[str, Family] = {
         _SD3, name="SD3.5 Large", architecture="stable-diffusion-3-5-large", base_model="5-large"
     ),
     "Flux": replace(_FLUX, arch=("flux", "flex1"), bypasses_guidance=True),
-    "FluxInpaint": replace(_FLUX, name="Flux.1 Fill", caption=None),
+    "FluxInpaint": replace(_FLUX, name="Flux.1 Fill", caption=None, inpaints=True),
     "FluxSchnell": replace(
         _FLUX,
         name="Flux.1 Schnell",
@@ -505,6 +514,7 @@ FAMILIES: Mapping[str, Family] = {
         architecture="z-image",
         base_model="z_image",
         shift=3.0,
+        references="TextEncodeZImageOmni",
         export="z_image",
         arch=("zimage",),
     ),
@@ -520,6 +530,7 @@ FAMILIES: Mapping[str, Family] = {
             "transformer_blocks.-1.attn.to_add_out",
         ),
         preset_modules={"QwenImageTransformerBlock": ("transformer_blocks.*",)},
+        references="TextEncodeQwenImageEditPlus",
         sigmas="logit-normal",
         shift=2.2,
         key_prefix="",
@@ -584,6 +595,7 @@ FAMILIES: Mapping[str, Family] = {
         GENERIC, name="LTXV", clip_type="LTXV", bucket_step=32, first_frame="nodes_lt.LTXVImgToVideo"
     ),
     **{name: replace(GENERIC, name=name, clip_type=clip_type) for name, clip_type in _GENERIC_ROWS.items()},
+    "Krea2": replace(GENERIC, name="Krea2", clip_type="KREA2", reference_method="index"),
 }
 """By the class name of ComfyUI's model config (`comfy.supported_models`), or the name VARIANTS gives."""
 

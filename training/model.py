@@ -327,6 +327,28 @@ class Encoder(Protocol):
 
     def encode_text(self, caption: str) -> Conditioning: ...
 
+    @property
+    def edit_node(self) -> str:
+        """What `encode_edit` encodes with, beside VAE and text encoders."""
+        ...
+
+    def encode_edit(self, caption: str, references: Sequence[Tensor]) -> Conditioning:
+        """Return the conditioning of a caption and the images that it edits, each (1, H, W, 3) in 0..1.
+
+        Raises UserError if the model takes no references.
+        """
+        ...
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the model is given the masked image and its mask."""
+        ...
+
+    def encode_masked(self, pixels: Tensor, mask: Tensor) -> Conditioning:
+        """Return what an inpainting model is given of pixels (1, H, W, 3) and a mask (1, H, W) in 0..1, which
+        is 1 where it draws."""
+        ...
+
 
 OnProgress = Callable[[int, int, str], None]
 """Called as on_progress(done, total, message); may raise to cancel."""

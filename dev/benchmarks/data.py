@@ -113,7 +113,7 @@ def build_index(count: int) -> EncodedDataset:
 class Vae(nn.Module):
     """An encoder of the usual build (three halvings, SiLU, group norm), cheaper than any that people use."""
 
-    bucket_step, reduction = 16, 8
+    bucket_step, reduction, inpaints, edit_node = 16, 8, False, ""
     image_fingerprint = text_fingerprint = "benchmark"
 
     def __init__(self) -> None:

@@ -107,6 +107,7 @@ def graft_nodes():
         "nodes_rebatch.py",
         "nodes_hunyuan.py",
         "nodes_images.py",
+        "nodes_dataset.py",
     ):
         asyncio.run(
             nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -14,11 +12,15 @@ from graft.nodes.base_model import LoadBaseModel
 from graft.nodes.dataset import EncodeDataset, LoadDataset, SplitDataset
 from graft.nodes.dataset_from_latents import DatasetFromLatents
 from graft.nodes.lora import BuildLora
+from graft.nodes.sockets import trained_clip
+from graft.tests.support.first_lora import first_lora, lora
 from graft.tests.support.tiny_edits import EDITS, latents, stock_conditioning
+from graft.tests.support.tiny_models import TINY
 from graft.tests.support.two_steps import CONFIG
 from graft.training.comfy.files.initial_lora import save_initial_state
 from graft.training.comfy.files.trained_lora import lora_model
 from graft.training.comfy.model.denoiser import ComfyDenoiser
+from graft.training.comfy.run.notes import unseen_notes
 from graft.training.config import AdapterConfig
 from graft.training.family import family_of
 from graft.training.loop import initial_state, train
@@ -120,6 +122,16 @@ def test_a_latents_own_mask_is_where_the_loss_counts(stock):
         given([{**stock[0][0], "noise_mask": torch.zeros(1, 1, 64, 64)}, *stock[0][1:]], stock[1])
 
 
+def test_what_of_the_conditioning_the_model_does_not_look_at_is_said():
+    for name, unseen in (("flux", ["concat_mask"]), ("sd15", ["concat_mask", "reference_latents"])):
+        tiny = TINY[name]
+        [[cross_attn, options]] = stock_conditioning(tiny, 1, [latents(tiny, 2)])
+        pair = [[cross_attn, {**options, "concat_mask": torch.ones(1, 1, 64, 64)}]]
+        dataset = given([{"samples": latents(tiny, 1)[None]}], [pair])
+        [note] = unseen_notes(ComfyDenoiser(tiny()), dataset.sample(0))
+        assert f"does not look at {', '.join(unseen)}, so" in note
+
+
 def test_latents_are_held_out_like_images(stock):
     training, validation = SplitDataset.execute(given(*stock), fraction=0.3, names="").result
     assert (len(training), len(validation)) == (2, 1)
@@ -165,7 +177,7 @@ def test_latents_and_conditioning_of_another_model_end_the_run_before_its_first_
     model, _, _ = loaded
     state = initial_state(ComfyDenoiser(model), CONFIG)
     with pytest.raises(
-        UserError, match="16 channels, but these have the shape .*VAE that belongs to the model"
+        UserError, match="it has 16 channels: encode the dataset with the VAE that belongs to the model"
     ):
         losses(model, given([{"samples": torch.ones(1, 4, 8, 8)}], stock[1][:1]))
     other = [[torch.ones(1, 77, 768), {"pooled_output": torch.ones(1, 2048)}]]
@@ -180,12 +192,12 @@ def test_latents_and_conditioning_of_another_model_end_the_run_before_its_first_
 
 
 def test_text_encoders_are_not_trained_without_the_texts(loaded, stock):
-    model, clip, _ = loaded
-    config = dataclasses.replace(CONFIG, adapter=AdapterConfig(rank=2, text_encoder=1.0))
+    _, clip, _ = loaded
+    adapter = AdapterConfig(rank=2, text_encoder=1.0)
     with pytest.raises(UserError, match="captions: missing"):
-        train(ComfyDenoiser(model, clip), given(*stock), config, None, steps=1)
+        trained_clip(adapter, clip, given(*stock))
     captioned = given(*stock, captions=TEXTS)
-    assert captioned.sample(1).captions == [TEXTS[1]]
+    assert trained_clip(adapter, clip, captioned) is clip and captioned.sample(1).captions == [TEXTS[1]]
 
 
 def test_a_lora_model_of_the_graph_starts_a_run(loaded, stock):
@@ -205,3 +217,19 @@ def test_a_lora_model_of_the_graph_starts_a_run(loaded, stock):
         BuildLora.execute(**widgets, lora_model=["x"])
     with pytest.raises(UserError, match="choose one of the two"):
         BuildLora.execute(**widgets, lora_model=lora, start_from="a.safetensors")
+
+
+def test_a_graph_of_stock_nodes_trains_and_saves_a_lora(execute, base):
+    prompt = first_lora("stock")
+    gray = {"width": 64, "height": 64, "batch_size": 1, "color": 0x808080}
+    wires = {"images": ["20", 0], "vae": ["1", 2], "clip": ["1", 1], "texts": "a square"}
+    prompt["20"] = {"class_type": "EmptyImage", "inputs": gray}
+    prompt["21"] = {"class_type": "MakeTrainingDataset", "inputs": wires}
+    inputs = {name: values[0] for name, values in WIDGETS.items()}
+    inputs |= {"latents": ["21", 0], "conditioning": ["21", 1]}
+    prompt["22"] = {"class_type": "GraftDatasetFromLatents", "inputs": inputs}
+    prompt["5"]["inputs"]["dataset"] = ["22", 0]
+    shown = execute(prompt).history_result["outputs"]["22"]["text"][0]
+    assert "Bucket 8 x 8 cells: 1 images" in shown
+    tensors, metadata = lora(base, "stock")
+    assert tensors and metadata["ss_num_train_images"] == "1" and "ss_resolution" not in metadata

@@ -24,6 +24,7 @@ from graft.tests.support.first_lora import assert_same_lora, first_lora, four_sq
 from graft.training.comfy.run import checkpoint_grid as grid
 from graft.training.comfy.run import samples as samples_module
 from graft.training.comfy.run.notes import family_in
+from graft.training.family import family_of
 
 from ..support.tiny_models import TINY
 
@@ -71,7 +72,7 @@ def test_samples_show_the_lora_of_their_step_and_the_trigger(base):
 def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt_weights(monkeypatch):
     drawn = []
     monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
-    monkeypatch.setattr(samples_module, "_draw_prompt", lambda *arguments: drawn.append(arguments[3]))
+    monkeypatch.setattr(samples_module, "_draw_prompt", lambda *arguments: drawn.append(arguments[3].text))
     plan = samples_module.SamplePrompts("clip", "vae", ("(happy:1.2) [trigger]",))
     family = types.SimpleNamespace(bucket_step=16, cfg=4.0)
     list(samples_module.draw_samples(plan, None, types.SimpleNamespace(step=0), family, "ganyu (genshin)"))
@@ -236,7 +237,8 @@ def conditionings(monkeypatch, **values):
     plan = samples_module.SamplePrompts(EncodesByLength(), vae, ("a cat",), **values)
     monkeypatch.setattr(comfy.sample, "sample", caught_instead)
     with pytest.raises(KeyboardInterrupt):
-        samples_module._sample(plan, TINY["flux"](), plan.clip, "a cat", 0, 64, 64)
+        prompt = samples_module.Prompt("a cat", [], family_of("Flux"))
+        samples_module._sample(plan, TINY["flux"](), plan.clip, prompt, 0, 64, 64)
     return caught
 
 

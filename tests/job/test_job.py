@@ -265,10 +265,10 @@ DATASET = {
     "flip_y": (False, SAME),
     "batch_size": (None, SAME),
     "controls": ([], SAME),
-    "control_path": (None, SAME),
-    "control_path_1": (None, SAME),
-    "control_path_2": (None, SAME),
-    "control_path_3": (None, SAME),
+    "control_path": (["cats", "cats"], {"dataset.references": "cats\ncats"}),
+    "control_path_1": ("cats", {"dataset.references": "cats"}),
+    "control_path_2": ("cats", {"dataset.references": "cats"}),
+    "control_path_3": ("cats", {"dataset.references": "cats"}),
     "num_frames": (1, SAME),
     "do_i2v": (False, SAME),
     "do_audio": (False, SAME),
@@ -289,8 +289,6 @@ DATASET_REFUSED = {
     "flip_y": True,
     "batch_size": 2,
     "controls": ["depth"],
-    "control_path": "x",
-    **{f"control_path_{i}": "x" for i in (1, 2, 3)},
     "num_frames": 16,
     "do_i2v": True,
     "do_audio": True,
@@ -431,6 +429,16 @@ def test_a_harmless_key_of_a_dataset_is_refused_without_its_switch(key, tmp_path
 def test_a_key_of_a_dataset_that_cannot_be_honored_is_refused_by_name(key, tmp_path):
     with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: .*(Remove the key|Set it to)"):
         compile_job(document(**{key: DATASET_REFUSED[key]}), tmp_path)
+
+
+def test_folders_of_references_are_named_in_the_order_of_their_keys(tmp_path):
+    (tmp_path / "depth").mkdir()
+    job = compile_job(document(control_path_2="depth", control_path_1="cats"), tmp_path)
+    [loaded] = [node for node in job.prompt.values() if node["class_type"] == "GraftLoadDataset"]
+    assert loaded["inputs"]["references"] == "cats\ndepth"
+    assert tmp_path / "depth" in job.folders["graft_datasets"]
+    with pytest.raises(ValueError, match=r"datasets\[0\].control_path_1: .*x does not exist"):
+        compile_job(document(control_path_1="./x"), tmp_path)
 
 
 def test_one_attempt_names_all_that_has_to_be_changed(tmp_path):

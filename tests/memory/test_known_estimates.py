@@ -91,6 +91,15 @@ def test_the_numbers_of_a_batch_do_not_change_the_key():
     assert one == two != three
 
 
+def test_the_shapes_of_references_decide_the_key_and_their_numbers_do_not():
+    given = (torch.zeros(1, 4, 40, 40), torch.randn(1, 4, 40, 40), torch.zeros(1, 4, 40, 48))
+    one, two, three = (
+        changed(batch=replace(BATCH, conditioning=[{"reference_latents": [each.clamp(0)]}] * 2))
+        for each in given
+    )
+    assert one == two != three
+
+
 def test_other_code_has_another_key(monkeypatch, tmp_path):
     before = changed()
     monkeypatch.setattr("graft.training.memory.known_estimates._code", lambda: "another")

@@ -21,6 +21,8 @@ HEIC = b"\0\0\0\x18ftypheic\0\0\0\0"
 class FakeEncoder:
     """A "VAE" that averages 8 x 8 pixels and a "text encoder" that counts letters; both count their calls."""
 
+    inpaints = False
+    edit_node = "mean color"
     bucket_step = 16
     reduction = 8
     first_frame, needs_first_frame = "", False

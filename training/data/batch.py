@@ -96,7 +96,12 @@ class EncodedDataset:
         return next((s.config.caption.trigger for s in self.images.sources if s.config.caption.trigger), "")
 
     @cached_property
-    def _is_captioned(self) -> bool:
+    def has_pixels(self) -> bool:
+        """Whether buckets are in pixels; those of latents from the graph are in cells."""
+        return not any(source.is_encoded for source in self.images.sources)
+
+    @cached_property
+    def is_captioned(self) -> bool:
         """Whether the texts are known, and not only what a text encoder made of them."""
         return all(source.is_captioned for source in self.images.sources)
 
@@ -150,7 +155,7 @@ class EncodedDataset:
             masks=self._masks(chosen, latents),
             weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
             extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
-            captions=chosen.captions if self._is_captioned else (),
+            captions=chosen.captions if self.is_captioned else (),
             given=[own for _, own in views],
         )
 
@@ -180,7 +185,7 @@ class EncodedDataset:
             latents=latents.expand(size, *latents.shape),
             conditioning=[{**longest, **own}] * size,
             extras=[self._extras(entry, view)] * size,
-            captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self._is_captioned)],
+            captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self.is_captioned)],
             given=[own] * size,
         )
         return self._with_slider(replace(batch, opposite=batch) if self.images.pairs else batch)
@@ -198,7 +203,7 @@ class EncodedDataset:
         places = list(zip(samples.tolist(), texts.tolist(), strict=True))
         return Captions(
             [self._conditioning(self._preserved_key(*place)) for place in places],
-            [self._pair(*place)[1] for place in places] if self._is_captioned else (),
+            [self._pair(*place)[1] for place in places] if self.is_captioned else (),
         )
 
     def _preserved_key(self, sample: int, text: int) -> bytes:

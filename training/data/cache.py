@@ -7,9 +7,9 @@ at the same time, images are read a few ahead of the VAE, and a killed run goes 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,23 +27,28 @@ from .bucket import Crop, Size
 from .caption import preserved_texts
 from .conditioning import pack
 from .config import DatasetConfig
-from .hashes import ContentHashes
+from .encoding import DTYPES, Encoding, References
+from .hashes import ContentHashes, file_digest
 from .image import crop_mask
 from .image_file import BadImage
-from .index import KEY_BYTES, NO_KEY, Index, IndexBuilder, SourceRules
-from .latent_file import architecture_of
-from .open_sample import content_of, mask_file, open_clip, open_latents, open_sample, open_sound
+from .index import NO_KEY, Index, IndexBuilder, SourceRules
+from .open_sample import (
+    content_of,
+    mask_file,
+    open_clip,
+    open_latents,
+    open_references,
+    open_sample,
+    open_sound,
+    reference_contents,
+)
 from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Skipped, Source, bad_files_error
 from .store import Store
 
-VERSION = 1
-"""Part of every key; raised whenever encoded tensors change. A part that is new to keys is left out of
-them at its default."""
 NOTHING: Conditioning = {}
 SOUND = View(Crop((0, 0), (0.0, 0.0, 0.0, 0.0)))
 """What stands for the view of a sound, which has none."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def encode(
@@ -59,7 +64,7 @@ def encode(
     `recache` encodes everything again. Raises UserError if the cache folder cannot be written to, and one
     that names every unusable image, unless its source allows skipping; then it is in `skipped`.
     """
-    work = _Work(images, encoder, Store(cache_dir), recache)
+    work = Encoding(images, encoder, Store(cache_dir), recache)
     with torch.no_grad():
         index, unseen, unread, bad = _plan(work, on_progress)
         total = len(unseen) + len(unread)
@@ -72,10 +77,8 @@ def encode(
         _require_usable(images, bad)
         for done, position in enumerate(unread, len(unseen) + 1):
             sample = images.samples[position]
-            config = images.source(sample).config
-            for pair in preserved_texts(sample.captions, config).items() if position not in bad else ():
-                for text in pair:
-                    _encode_text(work, text, config)
+            if position not in bad:
+                _encode_texts(work, sample)
             on_progress(done, total, "Encoding captions")
         for config in {source.config for source in images.sources}:
             _encode_text(work, "", config)  # for caption dropout and preservation
@@ -93,75 +96,7 @@ def encode(
     return EncodedDataset(index, work.store, images, entries=usable, skipped=skipped)
 
 
-class _Work:
-    """One encoding: its images, encoder and store, and their keys."""
-
-    def __init__(self, images: ImageSet, encoder: Encoder, store: Store, recache: bool) -> None:
-        self.images, self.encoder, self.store, self.recache = images, encoder, store, recache
-        self.image_fingerprint, self.text_fingerprint = encoder.image_fingerprint, encoder.text_fingerprint
-        self.step, self.reduction = encoder.bucket_step, encoder.reduction
-        self._written: set[tuple[str, bytes]] = set()
-
-    def lacks(self, kind: str, key: bytes) -> bool:
-        """Return whether an entry must be encoded."""
-        if key == NO_KEY:
-            return False
-        return (self.recache and (kind, key) not in self._written) or not self.store.has(kind, key)
-
-    def write(self, kind: str, key: bytes, tensors: Mapping[str, Tensor]) -> None:
-        self.store.write(kind, key, tensors)
-        if self.recache:
-            self._written.add((kind, key))
-
-    def frames(self, sample: Sample) -> int:
-        """Return the number of frames of a clip that the VAE takes; 0 for an image."""
-        return self.encoder.clip_frames(sample.frames) if sample.frames else 0
-
-    def first_frame_share(self, config: DatasetConfig) -> float:
-        """Return the share of clips to give the first frame of, among those that have it in the cache."""
-        always = not config.frames or not self.encoder.first_frame or self.encoder.needs_first_frame
-        return 1.0 if always else config.first_frame or 1.0
-
-    def text_key(self, text: str, config: DatasetConfig) -> bytes:
-        return cache_key("text", self.text_fingerprint, text, config.dtype)
-
-    def latent_key(self, view: View, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
-        if sample.encoded:
-            read_as = architecture_of(sample.name)  # decides how the file's numbers are scaled
-        else:
-            read_as = config.background.lower() if sample.has_alpha else ""
-        return cache_key(
-            "latents",
-            self.image_fingerprint,
-            content.hex(),
-            *_geometry(view),
-            view.jitter,
-            read_as,
-            config.dtype,
-            *self._clip_parts(sample, config),
-        )
-
-    def sound_key(self, sample: Sample, content: bytes, config: DatasetConfig) -> bytes:
-        piece = (sample.start, config.seconds)
-        return cache_key("sound", self.image_fingerprint, content.hex(), *piece, config.dtype)
-
-    def _clip_parts(self, sample: Sample, config: DatasetConfig) -> tuple[object, ...]:
-        """Return what a clip's key has beside an image's: which of its frames."""
-        frames = self.frames(sample)
-        given = [self.encoder.first_frame] if self.gives_first_frame(sample) else []
-        return ("clip", frames, sample.start, config.fps, config.clips, *given) if frames else ()
-
-    def gives_first_frame(self, sample: Sample) -> bool:
-        """Return whether a clip is trained, always or at times, with its first frame given."""
-        asked = self.encoder.needs_first_frame or self.images.source(sample).config.first_frame
-        return bool(asked and self.encoder.first_frame and self.frames(sample) > 1)
-
-    def mask_key(self, view: View, sample: Sample, content: bytes) -> bytes:
-        size = (sample.width, sample.height)
-        return cache_key("mask", self.reduction, content.hex(), *_geometry(view), size) if content else NO_KEY
-
-
-def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[int], dict[int, str]]:
+def _plan(work: Encoding, on_progress: OnProgress) -> tuple[Index, list[int], list[int], dict[int, str]]:
     """Give every view and text its key, and find what is not in the cache.
 
     Returns the index; the samples with a view or mask to encode; those with a text to encode; and the
@@ -172,7 +107,9 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
     configs = [source.config for source in sources]
     empty = [work.text_key("", c) for c in configs]
     rules = [
-        SourceRules(c.weight, c.mask.outside, c.caption.dropout, e, 0.0, work.first_frame_share(c))
+        SourceRules(
+            c.weight, c.mask.outside, c.caption.dropout, e, c.reference_dropout, work.first_frame_share(c)
+        )
         for c, e in zip(configs, empty, strict=True)
     ]
     words = work.images.words
@@ -183,21 +120,25 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
         for position, sample in enumerate(samples):
             check = partial(on_progress, position, len(samples), "Checking the cache")
             check()
-            # Texts first: they need no file, so an unusable image is still indexed with its texts.
             source, size = sources[sample.source], (sample.width, sample.height)
             pairs = preserved_texts(sample.captions, source.config, check)
-            texts = [work.text_key(text, source.config) for text in pairs]
             swapped = [] if source.config.regularisation else pairs.values()
             preserved = [work.text_key(text, source.config) if text else NO_KEY for text in swapped]
             # Views follow from the content's digest, which is remembered: no unchanged file is opened.
             content, buckets = bytes(16), []
+            references: References = []
             try:
+                references = reference_contents(source, sample, partial(hashes.of, check=check), work.step)
                 content, mask = content_of(source, sample, partial(hashes.of, check=check))
                 buckets = _views(work, source, sample, content[:8].hex())
             except UserError as error:  # BadImage, or no bucket for this size
                 bad[position] = str(error)
             # Unusable images are indexed too, without entries, so that positions match the ImageSet.
-            builder.add_sample(size, sample.source, content, texts, preserved=preserved)
+            texts, bare, own_empty = work.keys_of(list(pairs), references, source.config)
+            keys = (*texts, *bare, *preserved, own_empty)
+            builder.add_sample(
+                size, sample.source, content, texts, bare=bare, empty=own_empty, preserved=preserved
+            )
             missing, frames = False, work.frames(sample)
             if sample.is_sound and position not in bad:
                 key, piece = (
@@ -207,7 +148,7 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
                 builder.add_entry(position, (piece,), sample.repeats, [key], [NO_KEY], [(0, 0)])
                 missing = work.lacks("latents", key)
             for views in buckets:
-                latent_keys = [work.latent_key(view, sample, content, source.config) for view in views]
+                latent_keys = [work.latent_key(v, sample, content, mask, source.config) for v in views]
                 mask_keys = [work.mask_key(view, sample, mask) for view in views]
                 offsets = [view.offset(*size) for view in views]
                 bucket = (*views[0].crop.bucket, *([frames] if frames > 1 else []))
@@ -217,12 +158,12 @@ def _plan(work: _Work, on_progress: OnProgress) -> tuple[Index, list[int], list[
             # One missing view is enough to open the image; `_load` skips those that are there.
             if missing:
                 unseen.append(position)
-            if any(work.lacks("text", key) for key in (*texts, *preserved) if key not in empty):
+            if any(work.lacks("text", key) for key in keys if key not in empty):
                 unread.append(position)
     return builder.build(), unseen, unread, bad
 
 
-def _views(work: _Work, source: Source, sample: Sample, content: str) -> list[list[View]]:
+def _views(work: Encoding, source: Source, sample: Sample, content: str) -> list[list[View]]:
     """Return the views of an image or clip at each of its resolutions; none of a sound."""
     if sample.is_sound:
         return []
@@ -243,10 +184,12 @@ class _Loaded:
     sound: tuple[Tensor, int] | None = None
     """(2, samples) and their rate, in place of pixels."""
     mask: Tensor | None = None
+    hole: Tensor | None = None
+    """The mask in the size of `pixels`, for a model that is given it."""
 
 
 def _encode_images(
-    work: _Work, index: Index, positions: Sequence[int], report: Callable[[int], None]
+    work: Encoding, index: Index, positions: Sequence[int], report: Callable[[int], None]
 ) -> Iterator[tuple[int, str]]:
     """Encode the missing views of the samples; yield each position with "" or the reason it is unusable."""
     for position, loaded in zip(
@@ -265,13 +208,15 @@ def _encode_images(
                 _require_finite(latents, sample)
             if item.pixels is not None and work.lacks("latents", item.latent_key):
                 latents, given = _encode_pixels(work, item.pixels, sample)
+                if item.hole is not None:
+                    given = work.encoder.encode_masked(item.pixels[None], item.hole[None])
             if latents is not None:
                 dtype = DTYPES[work.images.source(sample).config.dtype]
                 work.write("latents", item.latent_key, {"latents": latents.to(dtype), **pack(given, dtype)})
         yield position, ""
 
 
-def _encode_pixels(work: _Work, pixels: Tensor, sample: Sample) -> tuple[Tensor, Conditioning]:
+def _encode_pixels(work: Encoding, pixels: Tensor, sample: Sample) -> tuple[Tensor, Conditioning]:
     """Return the latents of an image or clip, and what of it the model is given."""
     given = NOTHING
     if pixels.ndim == 4:  # a clip; most wait for the VAE in 8 bits
@@ -296,11 +241,40 @@ def _require_finite(latents: Tensor, sample: Sample) -> None:
         )
 
 
-def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
-    key = work.text_key(text, config)
+def _encode_texts(work: Encoding, sample: Sample) -> None:
+    """Encode what the cache lacks of a sample's texts, with its references and without."""
+    source = work.images.source(sample)
+    config, pairs = source.config, preserved_texts(sample.captions, source.config)
+    with _named(sample):
+        references = reference_contents(source, sample, file_digest, work.step)
+        pixels = open_references(source, sample, work.step)
+    for text in (*pairs, "") if references and config.caption.dropout else pairs:
+        _encode_text(work, text, config, references, pixels)
+    bare = pairs if references and config.reference_dropout else ()
+    for text in (*pairs.values(), *bare):
+        _encode_text(work, text, config)
+
+
+@contextmanager
+def _named(sample: Sample) -> Iterator[None]:
+    try:
+        yield
+    except BadImage as error:
+        raise UserError(f"{sample.name}: {error}.") from error
+
+
+def _encode_text(
+    work: Encoding,
+    text: str,
+    config: DatasetConfig,
+    references: References = (),
+    pixels: Sequence[Tensor] = (),
+) -> None:
+    key = work.edit_key(text, references, config)
     if not work.lacks("text", key):
         return
-    conditioning = work.encoder.encode_text(text)
+    encoder = work.encoder
+    conditioning = encoder.encode_edit(text, pixels) if references else encoder.encode_text(text)
     if not all(torch.isfinite(tensor).all() for tensor in tensors_in(conditioning)):
         raise UserError(
             f"the text encoder returned NaN or infinite values for the caption {text!r}; load an "
@@ -309,7 +283,7 @@ def _encode_text(work: _Work, text: str, config: DatasetConfig) -> None:
     work.write("text", key, pack(conditioning, DTYPES[config.dtype]))
 
 
-def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:
+def _load(work: Encoding, index: Index, position: int) -> list[_Loaded] | str:
     """Return the missing views of a sample, or why it is unusable. Runs in a thread beside the VAE."""
     sample = work.images.samples[position]
     source = work.images.source(sample)
@@ -330,18 +304,21 @@ def _load(work: _Work, index: Index, position: int) -> list[_Loaded] | str:
         return str(error)
 
 
-def _with_pixels(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
+def _with_pixels(work: Encoding, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
     image, mask = open_sample(source, sample)
     loaded = []
     for item in wanted:
         lacks = work.lacks("latents", item.latent_key)
         pixels = torch.from_numpy(render(image, item.view)) if lacks else None
         weights = _weights(work, source, mask, image.size, item.view, item.mask_key)
-        loaded.append(replace(item, pixels=pixels, mask=weights))
+        hole = None
+        if mask is not None and pixels is not None and work.encoder.inpaints:
+            hole = _mask_at(mask, image.size, item.view, 1).float() / 255
+        loaded.append(replace(item, pixels=pixels, mask=weights, hole=hole))
     return loaded
 
 
-def _with_frames(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
+def _with_frames(work: Encoding, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
     """Return the views of a clip, (frames, H, W, 3), in 8 bits where the clip has no more."""
     size = (sample.width, sample.height)
     mask = mask_file(source, sample) if source.root is not None else None
@@ -364,7 +341,7 @@ def _with_frames(work: _Work, source: Source, sample: Sample, wanted: Sequence[_
     ]
 
 
-def _with_latents(work: _Work, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
+def _with_latents(work: Encoding, source: Source, sample: Sample, wanted: Sequence[_Loaded]) -> list[_Loaded]:
     whole, loaded = mask_file(source, sample), []
     for item in wanted:
         bucket = item.view.crop.bucket
@@ -379,7 +356,7 @@ def _with_latents(work: _Work, source: Source, sample: Sample, wanted: Sequence[
 
 
 def _weights(
-    work: _Work, source: Source, mask: Image | None, image_size: Size, view: View, key: bytes
+    work: Encoding, source: Source, mask: Image | None, image_size: Size, view: View, key: bytes
 ) -> Tensor | None:
     """Return the mask under a view; None if the image has none or it is in the cache.
 
@@ -407,14 +384,3 @@ def _require_usable(images: ImageSet, bad: Mapping[int, str]) -> None:
         listed = fatal or [Skipped(sample.name, reason) for sample, reason in unusable]
         titles = ", ".join(source.title for source in images.sources)
         raise bad_files_error(listed, titles, len(images.samples) - len(bad))
-
-
-def _geometry(view: View) -> tuple[object, ...]:
-    return view.crop.bucket, tuple(round(side, 3) for side in view.crop.box), view.flip
-
-
-def cache_key(*parts: object) -> bytes:
-    """Return the key of an entry that is a function of `parts`."""
-    return hashlib.blake2b(
-        repr((VERSION, *parts)).encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES
-    ).digest()

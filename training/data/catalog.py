@@ -16,8 +16,9 @@ from ..user_error import UserError
 from .augment import views_for
 from .caption import finish
 from .config import DatasetConfig
-from .folder import find_images, is_named
+from .folder import find_images
 from .samples import ImageSet, Sample, Source
+from .tree import is_named
 
 STEP = 64
 """Bucket step of the crops that are shown: SDXL's. Most models have 16, and cut off a little less."""

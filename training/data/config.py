@@ -15,6 +15,11 @@ FROM_FOLDER, FROM_GRAPH = "from a folder", "from the graph"
 MOST_ADDED = 2000
 """Letters of a prefix, a suffix or a trigger word."""
 
+MOST_REFERENCES = 3
+"""As many as ComfyUI's nodes for edits take."""
+BESIDE = "beside"
+"""In `DatasetConfig.references`: references lie beside their image."""
+
 JITTER = "Random {} change: 0.1 multiplies it by 0.9 to 1.1."
 
 
@@ -255,6 +260,16 @@ class DatasetConfig:
         high=1,
         added=True,
     )
+    references: tuple[str, ...] = setting(
+        (),
+        "Reference images, to train an edit: up to 3 folders, one per line, with the same file names; or "
+        "beside, for cat_ref1.png next to cat.png.",
+        main=True,
+        added=True,
+    )
+    reference_dropout: float = setting(
+        0.0, "Chance of training an image without its references, drawn anew each time.", high=1, added=True
+    )
 
     def __post_init__(self) -> None:
         require(1 <= self.repeats <= 1_000_000, f"repeats must be 1 to 1000000, got {self.repeats}.")
@@ -276,6 +291,24 @@ class DatasetConfig:
             f"seconds must be 0 (no sound) to 3600, got {self.seconds}.",
         )
         require(0 <= self.first_frame <= 1, f"first_frame must be between 0 and 1, got {self.first_frame}.")
+        require(
+            len(self.references) <= MOST_REFERENCES,
+            f"references: {len(self.references)} folders; at most {MOST_REFERENCES}.",
+        )
+        require(
+            0 <= self.reference_dropout <= 1,
+            f"reference dropout must be between 0 and 1, got {self.reference_dropout}.",
+        )
+        if self.references:
+            require_pairs_stay(self.augment)
+
+
+def require_pairs_stay(augment: AugmentConfig) -> None:
+    """Raise UserError for changes of an image that its references do not undergo."""
+    changes = {"flip": augment.flip, f"crop {augment.crop}": augment.crop != "center"}
+    changes["a random change of color"] = augment.jitters
+    for name, is_on in changes.items():
+        require(not is_on, f"{name} changes an image and not its references; turn it off to train pairs.")
 
 
 INEFFECTIVE = (
@@ -288,13 +321,17 @@ INEFFECTIVE = (
     Ineffective(("captions_from",), {"images": (FROM_GRAPH,)}),
     Ineffective(("fps", "first_frame"), {"frames": (0,)}),
     Ineffective(("clips",), {"frames": (0,), "seconds": (0.0,)}),
+    Ineffective(("reference_dropout",), {"references": ("none",)}),
 )
 """Settings of a dataset that have no effect, by the names of their widgets."""
 
 
-def dataset_notes(config: DatasetConfig, images: str = FROM_FOLDER) -> list[str]:
+def dataset_notes(
+    config: DatasetConfig, images: str = FROM_FOLDER, *, has_references: bool = False
+) -> list[str]:
     """Return a sentence for every setting that is not at its default and has no effect on these images."""
-    values, defaults = ({"images": images, **inputs_of(part)} for part in (config, DatasetConfig()))
+    extra = {"images": images, "references": "given" if has_references else "none"}
+    values, defaults = ({**inputs_of(part), **extra} for part in (config, DatasetConfig()))
     return ineffective_notes(values, defaults, INEFFECTIVE)
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -22,7 +20,6 @@ from ..model import OnProgress, no_progress
 from ..user_error import UserError
 from .caption import require_usable
 from .caption_file import (
-    CAPTION_FILES,
     METADATA,
     NO_CAPTION,
     Places,
@@ -30,111 +27,36 @@ from .caption_file import (
     find_captions,
     read_metadata,
 )
-from .clip import CLIPS, FRAME_FOLDER, is_clip, read_clip_header, samples_of, stamp
+from .clip import CLIPS, read_clip_header, samples_of, stamp
 from .config import DatasetConfig
-from .image_file import EXTENSIONS, HEIC, BadImage, Header, read_header
+from .image_file import EXTENSIONS, BadImage, Header, read_header
 from .latent_file import is_latent_file, read_latent_header, stem_of
+from .partners import Partners, find_partners
 from .read_ahead import load_ahead
-from .roots import is_inside
 from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
 from .sound import SOUNDS, is_sound, pieces_of, read_length, with_lyrics
+from .tree import Folder, is_read, list_folder, repeats_in, walk
 
-MASK_SUFFIX = "-mask"
 SEARCHED = 1000
 """Most folders searched to name those with images in an error."""
 _MASK_FILES = ("file", "auto")
-
-
-@dataclass(frozen=True)
-class _Folder:
-    """One directory of the tree."""
-
-    relative: str
-    """Path inside the root with forward slashes, "" for the root itself."""
-    files: frozenset[str]
-    bad: tuple[Skipped, ...]
-    """Forbidden links and unreadable folders."""
-    below: tuple[str, ...]
-    """Paths of its subfolders, sorted."""
-    clips: frozenset[str] = frozenset()
-    """Names of clips in it: files, and subfolders of frames, which are not in `below`."""
-    leave_out: tuple[str, ...] = ()
-    """Names and patterns of the images to leave out."""
-    sounds: frozenset[str] = frozenset()
-
-    @cached_property
-    def images(self) -> list[str]:
-        """Image files and clips in sorted order, masks included; no HEIC original beside an image of the same
-        name.
-
-        Latent files count as images if the image itself is missing.
-        """
-        common = [name for name in self.files if PurePosixPath(name).suffix.lower() in EXTENSIONS]
-        stems = {PurePosixPath(name).stem for name in common}
-        photos = [name for name in self.files if PurePosixPath(name).suffix.lower() in HEIC]
-        images = common + [name for name in photos if PurePosixPath(name).stem not in stems]
-        stems = {PurePosixPath(name).stem for name in images}
-        latents = [name for name in self.files if is_latent_file(name)]
-        latents = [name for name in latents if not stems & {stem_of(name), PurePosixPath(name).stem}]
-        return sorted({*images, *latents, *self.clips, *self.sounds})
-
-    @cached_property
-    def captions(self) -> Mapping[str, str]:
-        """Caption files by name, with the extension in lower case: a camera's A.JPG may have A.TXT."""
-        paths = [(name, PurePosixPath(name)) for name in sorted(self.files)]
-        return {
-            path.stem + path.suffix.lower(): name
-            for name, path in paths
-            if path.suffix.lower() in CAPTION_FILES
-        }
-
-    @cached_property
-    def by_stem(self) -> Mapping[str, list[str]]:
-        stems: dict[str, list[str]] = {}
-        for name in self.images:
-            stems.setdefault(stem_of(name), []).append(name)
-        return stems
-
-    @cached_property
-    def masks(self) -> Mapping[str, str]:
-        """Stem of an image -> its mask. name-mask.png is a mask only beside an image called name."""
-        owners = {stem: stem.removesuffix(MASK_SUFFIX) for stem in self.by_stem if stem.endswith(MASK_SUFFIX)}
-        return {owner: self.by_stem[stem][0] for stem, owner in owners.items() if owner in self.by_stem}
-
-    @cached_property
-    def mask_files(self) -> frozenset[str]:
-        return frozenset(self.masks.values())
-
-    @cached_property
-    def left_out(self) -> frozenset[str]:
-        """Images that the user leaves out."""
-        names = ((file, self.name_of(file)) for file in self.images if file not in self.mask_files)
-        return frozenset(file for file, name in names if is_named(name, self.leave_out))
-
-    def twins(self, file: str) -> list[str]:
-        """Return other images that share a caption or mask file with this one."""
-        stem = stem_of(file)
-        shared = stem in self.masks or any(stem + extension in self.captions for extension in CAPTION_FILES)
-        others = (name for name in self.by_stem[stem] if name != file and name not in self.left_out)
-        return list(others) if shared else []
-
-    def name_of(self, file: str) -> str:
-        return f"{self.relative}/{file}" if self.relative else file
 
 
 def scan(
     root: str | os.PathLike[str],
     config: DatasetConfig | None = None,
     *,
+    references: Sequence[Path] = (),
     on_progress: OnProgress = no_progress,
 ) -> ImageSet:
     """Find the captioned images of a folder. `on_progress` may raise to cancel.
 
+    `references` are the folders that `config.references` names, each with a partner for every image.
     Raises UserError if the folder is missing or has no image, or one that names every unusable file (with
     `config.skip_bad` they are in the result's `skipped` instead).
     """
     config = config or DatasetConfig()
-    images = find_images(root, config, on_progress=on_progress)
+    images = find_images(root, config, references=references, on_progress=on_progress)
     if images.skipped and (not config.skip_bad or not len(images)):
         raise bad_files_error(sorted(images.skipped, key=lambda item: item.name), str(root), len(images))
     if not len(images):
@@ -143,7 +65,11 @@ def scan(
 
 
 def find_images(
-    root: str | os.PathLike[str], config: DatasetConfig, *, on_progress: OnProgress = no_progress
+    root: str | os.PathLike[str],
+    config: DatasetConfig,
+    *,
+    references: Sequence[Path] = (),
+    on_progress: OnProgress = no_progress,
 ) -> ImageSet:
     """Return what `scan` does, with unusable files in `skipped` whatever the settings; it may have no sample.
 
@@ -151,15 +77,16 @@ def find_images(
     """
     root = Path(root)
     check = partial(on_progress, 0, 1, "Reading the folder")
-    folders = list(_walk(root, config, check))
-    images = [(folder, file) for folder in folders for file in folder.images if file not in folder.mask_files]
+    folders = list(walk(root, config, check))
+    partners = find_partners(root, folders, references, config, check)
+    images = [(folder, file) for folder in folders for file in partners.targets(folder)]
     _require_images(images, folders, root, config, check)
     left_out = tuple(folder.name_of(file) for folder, file in images if file in folder.left_out)
     images = [(folder, file) for folder, file in images if file not in folder.left_out]
     captions, bad = _metadata(root, folders, check)
-    bad += [item for folder in folders for item in folder.bad]
+    bad += [item for folder in folders for item in folder.bad] + partners.lonely()
     table = SampleTable()
-    read = partial(_samples_or_reason, root, captions, config)
+    read = partial(_samples_or_reason, root, captions, config, partners)
     for found in load_ahead(read, images, lambda done: on_progress(done, len(images), "Reading the folder")):
         if isinstance(found, Skipped):
             bad.append(found)
@@ -167,10 +94,9 @@ def find_images(
             for sample in found:
                 table.append(sample)
     ignored = Counter(PurePosixPath(name).suffix.lower() for folder in folders for name in _strangers(folder))
-    unread = sum(not _is_read(name, config) for folder in folders for name in folder.below)
-    return ImageSet(
-        table, (Source(config, root),), tuple(bad), tuple(sorted(ignored.items())), unread, left_out=left_out
-    )
+    unread = sum(not is_read(name, config) for folder in folders for name in folder.below)
+    source = Source(config, root, references=partners.roots)
+    return ImageSet(table, (source,), tuple(bad), tuple(sorted(ignored.items())), unread, left_out=left_out)
 
 
 def captions_at(root: Path, name: str, config: DatasetConfig) -> tuple[str, ...]:
@@ -179,7 +105,7 @@ def captions_at(root: Path, name: str, config: DatasetConfig) -> tuple[str, ...]
     Raises BadImage if they cannot be read, UserError if there is no such image.
     """
     path = PurePosixPath(name)
-    folder = _list(root, "" if path.parent.name == "" else str(path.parent), lambda: None, config)
+    folder = list_folder(root, "" if path.parent.name == "" else str(path.parent), lambda: None, config)
     if path.name not in folder.images:
         raise UserError(f"{name}: no such image; it was renamed or removed meanwhile.")
     table, bad = _metadata(root, [folder], lambda: None)
@@ -187,11 +113,6 @@ def captions_at(root: Path, name: str, config: DatasetConfig) -> tuple[str, ...]
         raise BadImage(f"{bad[0].name}: {bad[0].reason}")
     places = Places(root / folder.relative, folder.relative, folder.captions, table)
     return find_captions(stem_of(path.name) + path.suffix, places, config.caption)
-
-
-def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether an image is one of those named, by its name inside the dataset or a pattern."""
-    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def fingerprint(
@@ -206,7 +127,7 @@ def fingerprint(
     """
     root, config = Path(root), config or DatasetConfig()
     state = hashlib.blake2b(digest_size=8)
-    for folder in _walk(root, config, check):
+    for folder in walk(root, config, check):
         for file in sorted({*folder.files, *folder.clips}):
             check()
             try:
@@ -218,76 +139,13 @@ def fingerprint(
     return digest(state.hexdigest(), config)
 
 
-def _walk(root: Path, config: DatasetConfig, check: Callable[[], None]) -> Iterator[_Folder]:
-    """Yield the root and the subfolders to read, sorted, each once even if links form circles."""
-    if not root.is_dir():
-        raise UserError(f"{root}: no such folder; create it and put images and captions into it.")
-    seen: set[str] = set()
-    pending = [""]
-    while pending:
-        relative = pending.pop()
-        real = os.path.realpath(root / relative)
-        if real in seen:
-            continue
-        seen.add(real)
-        folder = _with_clips(_list(root, relative, check, config), config)
-        yield folder
-        pending += [name for name in reversed(folder.below) if _is_read(name, config)]
-
-
-def _is_read(folder: str, config: DatasetConfig) -> bool:
-    """Return whether a subfolder is read."""
-    return config.recursive or bool(_repeats_in(folder))
-
-
-def _list(root: Path, relative: str, check: Callable[[], None], config: DatasetConfig) -> _Folder:
-    files, below, bad = [], [], []
-    try:
-        with os.scandir(root / relative) as entries:
-            for entry in entries:
-                check()
-                name = f"{relative}/{entry.name}" if relative else entry.name
-                if entry.name.startswith(".") or entry.name == "__MACOSX":
-                    continue  # .DS_Store, ._cat.jpg, .git, thumbnails
-                if entry.is_symlink() and not is_inside(entry.path, root):
-                    bad.append(Skipped(name, "is a link that leads out of the folder; copy the file into it"))
-                elif _is_folder(entry):
-                    below.append(name)
-                else:
-                    files.append(entry.name)
-    except OSError as error:
-        bad.append(Skipped(relative or root.name, f"the folder cannot be read ({error.strerror or error})"))
-    return _Folder(relative, frozenset(files), tuple(bad), tuple(sorted(below)), leave_out=config.leave_out)
-
-
-def _with_clips(folder: _Folder, config: DatasetConfig) -> _Folder:
-    """Return the folder with its clips, if the settings ask for frames, and its sounds, if for seconds."""
-    if config.seconds:
-        folder = replace(folder, sounds=frozenset(filter(is_sound, folder.files)))
-    if not config.frames:
-        return folder
-    captioned = {PurePosixPath(name).stem for name in folder.captions}
-    files = {name for name in folder.files if is_clip(name, config)}
-    paths = [PurePosixPath(path) for path in folder.below]
-    frames = {path.name for path in paths if path.suffix == FRAME_FOLDER or path.name in captioned}
-    below = tuple(str(path) for path in paths if path.name not in frames)
-    return replace(folder, below=below, clips=frozenset(files | frames))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
-def _strangers(folder: _Folder) -> list[str]:
+def _strangers(folder: Folder) -> list[str]:
     return list(folder.files - {*folder.images, *folder.captions.values(), METADATA})
 
 
 def _require_images(
-    images: list[tuple[_Folder, str]],
-    folders: list[_Folder],
+    images: list[tuple[Folder, str]],
+    folders: list[Folder],
     root: Path,
     config: DatasetConfig,
     check: Callable[[], None],
@@ -309,16 +167,16 @@ def _require_images(
 def _with_images(root: Path, config: DatasetConfig, check: Callable[[], None]) -> list[str]:
     """Return up to ten folders below the root with images, directly or in folders named like 10_cat."""
     names = []
-    for folder in islice(_walk(root, replace(config, recursive=True), check), SEARCHED):
+    for folder in islice(walk(root, replace(config, recursive=True), check), SEARCHED):
         path = PurePosixPath(folder.relative)
-        while _repeats_in(path.name):
+        while repeats_in(path.name):
             path = path.parent
         names += [str(path)] * bool(folder.images)
     return list(dict.fromkeys(names))[:10]
 
 
 def _metadata(
-    root: Path, folders: list[_Folder], check: Callable[[], None]
+    root: Path, folders: list[Folder], check: Callable[[], None]
 ) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
     """Return path inside the root -> captions from every metadata.jsonl, and the unreadable ones."""
     captions: dict[str, tuple[str, ...]] = {}
@@ -336,27 +194,27 @@ def _metadata(
 def _repeats_of(root: Path, relative: str) -> int:
     """Return N of the innermost folder named N_name, as in kohya's sd-scripts, or 1."""
     parts = (root.name, *PurePosixPath(relative).parts)
-    return next((repeats for part in reversed(parts) if (repeats := _repeats_in(part))), 1)
-
-
-def _repeats_in(folder: str) -> int:
-    """Return N for a folder named N_name, else 0. Four digits are a year."""
-    match = re.match(r"(\d{1,3})_", PurePosixPath(folder).name)
-    return int(match[1]) if match else 0
+    return next((repeats for part in reversed(parts) if (repeats := repeats_in(part))), 1)
 
 
 def _samples_or_reason(
-    root: Path, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig, image: tuple[_Folder, str]
+    root: Path,
+    metadata: Mapping[str, tuple[str, ...]],
+    config: DatasetConfig,
+    partners: Partners,
+    image: tuple[Folder, str],
 ) -> list[Sample] | Skipped:
     folder, file = image
     try:
-        return _samples(root, folder, file, metadata, config)
+        references = partners.of(folder, file)
+        samples = _samples(root, folder, file, metadata, config)
+        return [replace(sample, references=references) for sample in samples] if references else samples
     except BadImage as error:
         return Skipped(folder.name_of(file), str(error))
 
 
 def _samples(
-    root: Path, folder: _Folder, file: str, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig
+    root: Path, folder: Folder, file: str, metadata: Mapping[str, tuple[str, ...]], config: DatasetConfig
 ) -> list[Sample]:
     """Return the sample of an image, or those of a clip."""
     if twins := folder.twins(file):

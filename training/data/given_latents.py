@@ -17,9 +17,9 @@ from torch import Tensor
 from ..model import Conditioning, OnProgress, no_progress, tensors_in
 from ..user_error import UserError
 from .batch import EncodedDataset
-from .cache import DTYPES, cache_key
 from .conditioning import pack
 from .config import DatasetConfig
+from .encoding import DTYPES, cache_key
 from .index import NO_KEY, IndexBuilder, SourceRules
 from .samples import ImageSet, Sample, SampleTable, Source
 from .store import Store

@@ -13,9 +13,19 @@ from ..user_error import UserError
 from .caption import require_usable
 from .caption_file import NO_CAPTION
 from .clip import Video, read_video, samples_of
-from .config import DatasetConfig
+from .config import DatasetConfig, require_pairs_stay
 from .image_file import MIN_SIDE, BadImage
-from .samples import IN_MEMORY, VIDEO, ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
+from .samples import (
+    IN_MEMORY,
+    VIDEO,
+    ImageSet,
+    Reference,
+    Sample,
+    SampleTable,
+    Skipped,
+    Source,
+    bad_files_error,
+)
 
 
 def from_images(
@@ -23,11 +33,13 @@ def from_images(
     captions: Sequence[str],
     masks: Tensor | Sequence[Tensor] | None = None,
     config: DatasetConfig | None = None,
+    references: Sequence[Sequence[Tensor]] = (),
 ) -> ImageSet:
     """Make a dataset of images (B, H, W, 3 or 4) in 0..1, or of several such batches of different sizes.
 
     `captions` has one for each image, or one for all. `masks` (B, H, W) are 1 where the image counts; they
-    are ignored if the settings use no masks, or transparency. Raises UserError if the numbers do not match,
+    are ignored if the settings use no masks, or transparency. `references` are up to three lists of images,
+    each with one for each image, or one for all. Raises UserError if the numbers do not match,
     an image is empty or too small, or a caption is missing.
     """
     config = config or DatasetConfig()
@@ -39,10 +51,27 @@ def from_images(
         raise UserError(f"{len(pixels)} images but {len(weights)} masks; give one for each, or one for all.")
     if len(weights) == 1:
         weights = weights * len(pixels)
-    table = SampleTable()
+    given = [_split_batches(each, 4) for each in references]
+    for number, each in enumerate(given, 1):
+        if len(each) not in (1, len(pixels)):
+            raise UserError(
+                f"reference{number}: {len(each)} for {len(pixels)} images; give one for each, or one for all."
+            )
+    if given:
+        require_pairs_stay(config.augment)
+    table, flat = SampleTable(), [image for each in given for image in each]
+    starts = [sum(map(len, given[:place])) for place in range(len(given))]
     for index, (image, text) in enumerate(zip(pixels, texts, strict=True)):
-        table.append(_sample(index, image, text.strip(), config))
-    return ImageSet(table, (Source(config, None, tuple(pixels), tuple(weights)),))
+        own = [start + (index if len(each) > 1 else 0) for start, each in zip(starts, given, strict=True)]
+        partners = tuple(_reference(place, flat[place]) for place in own)
+        table.append(replace(_sample(index, image, text.strip(), config), references=partners))
+    source = Source(config, None, tuple(pixels), tuple(weights), reference_pixels=tuple(flat))
+    return ImageSet(table, (source,))
+
+
+def _reference(place: int, image: Tensor) -> Reference:
+    height, width, channels = _require_image(f"reference {place}", image)
+    return Reference(str(place), width, height, channels == 4)
 
 
 def from_videos(
@@ -99,13 +128,7 @@ def _split_batches(batches: Sequence[Tensor], dims: int) -> list[Tensor]:
 
 def _sample(index: int, image: Tensor, text: str, config: DatasetConfig) -> Sample:
     name = f"{IN_MEMORY}{index}"
-    height, width, channels = image.shape
-    if channels not in (3, 4) or min(height, width) < MIN_SIDE:
-        raise UserError(
-            f"{name}: shape {tuple(image.shape)}; images are (height, width, 3), {MIN_SIDE} px or more."
-        )
-    if not torch.isfinite(image).all():
-        raise UserError(f"{name}: has NaN or infinite values; check the node that made it.")
+    height, width, channels = _require_image(name, image)
     _require_caption(name, text, config)
     return Sample(name, width, height, (text,), repeats=config.repeats, has_alpha=channels == 4)
 
@@ -117,3 +140,15 @@ def _require_caption(name: str, text: str, config: DatasetConfig) -> None:
         require_usable((text,), config)
     except BadImage as error:
         raise UserError(f"{name}: {error}.") from error
+
+
+def _require_image(name: str, image: Tensor) -> tuple[int, int, int]:
+    """Return height, width and channels of an image. Raises UserError if it cannot be trained."""
+    height, width, channels = image.shape
+    if channels not in (3, 4) or min(height, width) < MIN_SIDE:
+        raise UserError(
+            f"{name}: shape {tuple(image.shape)}; images are (height, width, 3), {MIN_SIDE} px or more."
+        )
+    if not torch.isfinite(image).all():
+        raise UserError(f"{name}: has NaN or infinite values; check the node that made it.")
+    return height, width, channels

@@ -17,7 +17,7 @@ from .bucket import Size
 from .caption import variations
 from .hashes import file_digest
 from .image import UprightImage, image_from_array
-from .open_sample import content_of, mask_file, open_clip, open_sample
+from .open_sample import content_of, mask_file, open_clip, open_references, open_sample
 from .read_ahead import load_ahead
 from .samples import ImageSet, Sample, Source
 
@@ -36,7 +36,8 @@ def preview(
     cell: int = 320,
     on_progress: OnProgress = no_progress,
 ) -> Tensor:
-    """Draw images spread evenly over the set; areas outside the crop or the mask are darkened.
+    """Draw images spread evenly over the set; areas outside the crop or the mask are darkened. References
+    are at the left of their image.
 
     `step` is the encoder's `bucket_step`, `cell` the width of an image in pixels. Below each image: its
     bucket, the share cut off, enlarging, and the first caption as trained. Returns (1, H, W, 3) float32 in
@@ -113,19 +114,29 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
         whole = (sample.width, sample.height)
         buckets = views_for(*whole, content[:8].hex(), source.config, step=step, encoded=sample.encoded)
         frames, mask = _drawable(source, sample)
+        references = [
+            Image.fromarray((image[0].numpy() * 255).astype(np.uint8))
+            for image in open_references(source, sample, step)
+        ]
     except UserError as error:  # BadImage, or no bucket for this size
         _write(drawn, [sample.name, f"cannot be used: {error}"], cell)
         return drawn
     views = [bucket[0] for bucket in buckets]
+    share = cell // (1 + len(references))
+    for place, reference in enumerate(references):
+        reference.thumbnail((share - _MARGIN, share - _MARGIN))
+        drawn.paste(reference, (_MARGIN + place * share, _MARGIN + (cell - reference.height) // 2))
     across = 1 if len(frames) == 1 else 2
-    tile = cell // across
+    tile = share // across
     scale = tile / max(sample.width, sample.height)
     size = (max(1, round(sample.width * scale)), max(1, round(sample.height * scale)))
     for place, frame in enumerate(frames):
         image = _with_crop(_masked(frame, mask, size), views[-1], scale)
-        left, top = place % across * tile, place // across * tile
-        drawn.paste(image, (_MARGIN + left + (tile - size[0]) // 2, _MARGIN + top + (tile - size[1]) // 2))
-    _write(drawn, [_title(sample), *(_fit(view, sample) for view in views[-2:]), text], cell)
+        left = cell - share + place % across * tile + (tile - size[0]) // 2
+        top = (cell - across * tile) // 2 + place // across * tile + (tile - size[1]) // 2
+        drawn.paste(image, (_MARGIN + left, _MARGIN + top))
+    name = " + ".join([*(ref.name for ref in sample.references if source.references), _title(sample)])
+    _write(drawn, [name, *(_fit(view, sample) for view in views[-2:]), text], cell)
     return drawn
 
 

@@ -27,11 +27,13 @@ def summary(images: ImageSet) -> str:
     encoded: Counter[int] = Counter()
     clips: Counter[int] = Counter()
     sounds: Counter[int] = Counter()
+    pairs: Counter[int] = Counter()
     for sample in table:
         bare[sample.source] += not any(sample.captions)
         encoded[sample.source] += bool(sample.encoded)
         clips[sample.source] += bool(sample.frames)
         sounds[sample.source] += sample.is_sound
+        pairs[sample.source] += bool(sample.references)
     lines = []
     for place, source in enumerate(images.sources):
         repeats = table.column("repeats")[table.column("source") == place]
@@ -43,11 +45,14 @@ def summary(images: ImageSet) -> str:
         )
         if encoded[place]:
             lines.append(f"Latents (.npz) in place of the image: {encoded[place]}")
+        if pairs[place]:
+            lines.append(f"With reference images: {pairs[place]}")
         if bare[place]:
             text = finish("", source.config)
             shown = f'"{text}" alone' if text else "an empty one"
             lines.append(f"Without a caption: {bare[place]}, trained with {shown}")
-        lines += dataset_notes(source.config, FROM_FOLDER if source.root else FROM_GRAPH)
+        origin = FROM_FOLDER if source.root else FROM_GRAPH
+        lines += dataset_notes(source.config, origin, has_references=bool(pairs[place]))
     if images.ignored:
         others = ", ".join(
             f"{count} {extension or 'without extension'}" for extension, count in images.ignored
@@ -85,14 +90,14 @@ def report(dataset: EncodedDataset, *, batch_size: int = 1) -> str:
             f"each {_span(index.repeats[chosen])} times, {share:.0%} of an epoch, "
             f"loss weight {source.config.weight:g}"
         )
-    is_encoded = any(source.is_encoded for source in dataset.images.sources)
     for place, size in sorted(enumerate(index.buckets), key=lambda item: item[1]):
         count = int((index.bucket[entries] == place).sum())
         if count:
             visits = int(dataset.order.visits[place])
             steps = -(-visits // batch_size)
-            lines.append(f"Bucket {_of_bucket(size, count, is_encoded)}, {visits} showings in {steps} steps")
-    has_pixels = not is_encoded and all(len(size) > 1 for size in index.buckets)
+            content = _of_bucket(size, count, not dataset.has_pixels)
+            lines.append(f"Bucket {content}, {visits} showings in {steps} steps")
+    has_pixels = dataset.has_pixels and all(len(size) > 1 for size in index.buckets)
     lines += [*_frame_lines(dataset), *_crop_lines(dataset)] if has_pixels else []
     return "\n".join([*lines, *_skipped(dataset.skipped)])
 

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,18 @@ IN_MEMORY = "image-"
 """Prefix of the names of images from a graph."""
 VIDEO = "video-"
 """Prefix of the names of videos from a graph."""
+
+
+class Reference(NamedTuple):
+    """An image that the model is given beside the caption: what is to be edited."""
+
+    name: str
+    """Path inside its folder; of an image from the graph: its place in `Source.reference_pixels`."""
+    width: int
+    height: int
+    has_alpha: bool = False
+    bytes: int = 0
+    mtime_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class Sample:
     """Frames of a clip, before the VAE's own step is known; 0 for an image."""
     start: int = 0
     """The first of them in the clip; of a sound, the millisecond at which its piece begins."""
+    references: tuple[Reference, ...] = ()
+    """Reference i is in folder i of `Source.references`."""
 
     @property
     def is_sound(self) -> bool:
@@ -83,6 +97,10 @@ class Source:
     """In-memory images (H, W, 3 or 4) float32 in 0..1; image i is the sample named IN_MEMORY + i."""
     masks: tuple[Tensor, ...] = field(default=(), repr=False)
     """In-memory masks (H, W) float32 in 0..1: one per image, or none."""
+    references: tuple[Path, ...] = ()
+    """Folders of the references."""
+    reference_pixels: tuple[Tensor, ...] = field(default=(), repr=False)
+    """In-memory references, as `pixels`."""
     is_encoded: bool = False
     """Whether its samples are latents from the graph, which have no pixels."""
     is_captioned: bool = True
@@ -181,6 +199,7 @@ class SampleTable(Sequence[Sample]):
         self.names = Strings()
         self._masks = Strings()
         self._encoded = Strings()  # "1024x768 512x384"
+        self._references = Strings()  # JSON
         self._captions = Texts()
         self._small = array("i")  # _SMALL of every sample
         self._large = array("q")  # bytes, mtime_ns, number of captions up to and with this sample
@@ -192,6 +211,7 @@ class SampleTable(Sequence[Sample]):
         self.names.append(sample.name)
         self._masks.append(sample.mask)
         self._encoded.append(" ".join(f"{width}x{height}" for width, height in sample.encoded))
+        self._references.append(json.dumps(sample.references) if sample.references else "")
         for caption in sample.captions:
             self._captions.append(caption)
         self._small.extend(int(getattr(sample, name)) for name in _SMALL)
@@ -226,6 +246,7 @@ class SampleTable(Sequence[Sample]):
             source=source,
             frames=frames,
             start=clip_start,
+            references=tuple(Reference(*each) for each in json.loads(self._references[index] or "[]")),
         )
 
     def __iter__(self) -> Iterator[Sample]:
@@ -238,7 +259,8 @@ class SampleTable(Sequence[Sample]):
     @property
     def nbytes(self) -> int:
         """Bytes of the columns."""
-        texts = sum(part.nbytes for part in (self.names, self._masks, self._encoded, self._captions))
+        strings = (self.names, self._masks, self._encoded, self._references)
+        texts = self._captions.nbytes + sum(part.nbytes for part in strings)
         return texts + 4 * len(self._small) + 8 * len(self._large)
 
 

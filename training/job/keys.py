@@ -284,7 +284,7 @@ BELL = "it also weighs the loss by a bell curve; timestep_type: linear draws the
 ONE_SCALE = "all images train the LoRA at its full strength"
 GUIDANCE_LOSS = "a loss at another guidance was not tried"
 TEXT_ENCODERS_LEAVE = "text encoders run once, before training, and as their file has them"
-NO_PAIRS = "images are not trained in pairs with a control or source image"
+NO_CONTROLS = "Graft makes no control images; put them into a folder and name it in control_path"
 NO_VIDEO = "images are trained, not videos or sound"
 TREAD = "token routing changes the network that is trained"
 
@@ -476,11 +476,11 @@ DATASET_KEYS: Mapping[str, Read] = {
     "network_weight": only(1, ONE_SCALE),
     "flip_y": only(False, "images are not turned upside down"),
     "batch_size": refused("all datasets share train.batch_size"),
-    "controls": refused(NO_PAIRS),
-    "control_path": refused(NO_PAIRS),
-    "control_path_1": refused(NO_PAIRS),
-    "control_path_2": refused(NO_PAIRS),
-    "control_path_3": refused(NO_PAIRS),
+    "controls": refused(NO_CONTROLS),
+    "control_path": to("dataset.references", lines),
+    "control_path_1": to("may.references_1", text),
+    "control_path_2": to("may.references_2", text),
+    "control_path_3": to("may.references_3", text),
     "num_frames": only(1, NO_VIDEO),
     "do_i2v": only(False, NO_VIDEO),
     "do_audio": only(False, NO_VIDEO),

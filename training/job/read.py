@@ -124,6 +124,7 @@ def compile_job(
                 _preserve_class(entry, inputs.get("run", {}).get("class_word"), folder_key)
             with _noted(refusals):
                 entry["dataset.folder"] = places.dataset(entry["dataset.folder"], folder_key)
+            _place_references(entry, places, f"datasets[{i}].", refusals)
     if refusals:
         raise _problems(refusals)
     run = inputs.pop("run")
@@ -273,6 +274,20 @@ class _Places:
         return name
 
 
+def _place_references(entry: Settings, places: _Places, where: str, refusals: list[str]) -> None:
+    """Name the folders of reference images of a dataset, in the order of their keys."""
+    named = [(f"{where}control_path", name) for name in entry.pop("dataset.references", "").splitlines()]
+    for number in (1, 2, 3):
+        if name := entry.pop(f"may.references_{number}", ""):
+            named.append((f"{where}control_path_{number}", name))
+    found = []
+    for key, name in named:
+        with _noted(refusals):
+            found.append(places.dataset(name, key))
+    if found:
+        entry["dataset.references"] = "\n".join(found)
+
+
 def _place_models(base: dict[str, Any], places: _Places, refusals: list[str]) -> None:
     encoders = [key for key in TEXT_ENCODERS if key in base]
     if len(encoders) > 3:
@@ -409,5 +424,5 @@ def _shared(value: Any, name: str, key: str = "") -> Any:
 EVERYWHERE = ("lora.rank", "lora.alpha", "lora_settings.full_matrix")
 """What ai-toolkit's page writes beside every type of network."""
 
-PATH = re.compile(r"training_folder|.*_path")
+PATH = re.compile(r"training_folder|.*_path(_\d)?")
 """Keys whose value is a path."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ...data.roots import is_inside, yaml_lines
 from ...job.read import DATASETS, Job, read_job
@@ -27,12 +28,21 @@ def load_job(name: str) -> Job:
     job = read_job(job_file(name))
     names = {folder.name: _dataset_name(folder) for folder in job.folders.get(DATASETS, ())}
     prompt = {
-        key: node | {"inputs": node["inputs"] | {"folder": names[node["inputs"]["folder"]]}}
-        if node["class_type"] == "GraftLoadDataset" and node["inputs"]["folder"] in names
+        key: node | {"inputs": node["inputs"] | _renamed(node["inputs"], names)}
+        if node["class_type"] == "GraftLoadDataset"
         else node
         for key, node in job.prompt.items()
     }
     return replace(job, prompt=prompt)
+
+
+def _renamed(inputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the inputs of Load Dataset that name folders, as it names them."""
+    return {
+        key: "\n".join(names.get(name, name) for name in inputs[key].splitlines())
+        for key in ("folder", "references")
+        if key in inputs
+    }
 
 
 def job_file(name: str) -> Path:

@@ -180,9 +180,9 @@ class ComfyDenoiser:
         channels = self.model.latent_format.latent_channels
         if latents.ndim != len(axes) or latents.shape[1] != channels:
             raise UserError(
-                f"{self.family.name} takes latents of ({', '.join(axes)}) with {channels} channels, but "
-                f"these have the shape {tuple(latents.shape)}: encode the dataset with the VAE that belongs "
-                "to the model."
+                f"{self.family.name} takes latents of ({', '.join(axes)}), but these have the shape "
+                f"{tuple(latents.shape)}, and it has {channels} channels: encode the dataset with the VAE "
+                "that belongs to the model."
             )
         return self.model.process_latent_in(latents)  # type: ignore[no-any-return]
 
@@ -225,13 +225,8 @@ class ComfyDenoiser:
 
     def _conditioning(self, batch: Batch) -> Sequence[Conditioning]:
         """Return the cached conditioning, or new ones while text encoders are trained, each caption once."""
-        if self.text is None:
+        if self.text is None or not batch.captions:
             return batch.conditioning
-        if not batch.captions:
-            raise UserError(
-                "captions: missing; the LoRA trains the text encoders, which need the texts. Connect them to "
-                "Dataset From Latents, or set text_encoder to 0 in Build LoRA."
-            )
         encoded: dict[str, Conditioning] = {}
         for caption, cached in zip(batch.captions, batch.conditioning, strict=True):
             encoded[caption] = encoded.get(caption) or self.text.encode(caption, cached)
@@ -253,6 +248,11 @@ class ComfyDenoiser:
             latent_shapes=[x_t.shape],
             **{**known, **extras, **as_sampled(conditioning)},
         )
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the network is given a masked image and its mask."""
+        return self.family.inpaints or "masked_image" in self.model.concat_keys
 
     @property
     def pixels_per_cell(self) -> int:

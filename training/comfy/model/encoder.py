@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +17,17 @@ from ...family import Family
 from ...model import Conditioning
 from ...user_error import UserError
 from .conditioning import read_conditioning
-from .denoiser import require_plain
+from .denoiser import ComfyDenoiser, require_plain
+from .edits import encode_edit, mask_image
 from .fingerprint import fingerprint
+from .unseen import find_unseen
 
 
 class ComfyEncoder:
     """Encodes like the stock VAE Encode and CLIP Text Encode nodes, so training sees what sampling sees."""
 
-    def __init__(self, vae: Any, clip: Any, family: Family) -> None:
+    def __init__(self, vae: Any, clip: Any, family: Family, denoiser: ComfyDenoiser | None = None) -> None:
+        """Take VAE and CLIP, and the model, without which no references and masks are encoded."""
         if clip is None:
             raise UserError(
                 "no text encoder: this checkpoint has none; choose text encoder files in Load Base Model, "
@@ -33,7 +37,9 @@ class ComfyEncoder:
             raise UserError("no VAE: choose a VAE file in Load Base Model, or connect a VAE loader.")
         require_plain(clip.patcher, "CLIP")
         self.vae, self.clip = vae, clip
-        self.bucket_step, self._family = family.bucket_step, family
+        self.bucket_step, self.family, self.denoiser = family.bucket_step, family, denoiser
+        self.edit_node = f"{family.references} {family.reference_method}"
+        self.inpaints = denoiser is not None and denoiser.inpaints
 
     @cached_property
     def image_fingerprint(self) -> str:
@@ -60,11 +66,11 @@ class ComfyEncoder:
 
     @property
     def first_frame(self) -> str:
-        return self._family.first_frame
+        return self.family.first_frame
 
     @property
     def needs_first_frame(self) -> bool:
-        return self._family.needs_first_frame
+        return self.family.needs_first_frame
 
     def encode_first_frame(self, pixels: Tensor) -> Conditioning:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -121,6 +127,21 @@ class ComfyEncoder:
         with torch.inference_mode():
             tokens = self.clip.tokenize(tags, **options)
             return read_conditioning(self.clip.encode_from_tokens_scheduled(tokens))
+
+    def encode_edit(self, caption: str, references: Sequence[Tensor]) -> Conditioning:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        with torch.inference_mode():
+            edit = read_conditioning(encode_edit(self.clip, self.vae, caption, references, self.family))
+        if self.denoiser is not None and "reference_latents" in find_unseen(self.denoiser, edit):
+            raise UserError(
+                f"references: {self.family.name} takes no reference images, so it would not learn from them; "
+                "leave references empty, or load a model for edits."
+            )
+        return edit
+
+    def encode_masked(self, pixels: Tensor, mask: Tensor) -> Conditioning:
+        with torch.inference_mode():
+            return read_conditioning([[None, mask_image(self.vae, pixels, mask)]])
 
 
 def stock_node(place: str) -> Any:

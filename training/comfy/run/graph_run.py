@@ -25,7 +25,7 @@ from ..model.denoiser import ComfyDenoiser
 from . import workers
 from .chart_run import added_inputs
 from .loader_faults import require_applied
-from .notes import family_in, model_file, run_notes
+from .notes import family_in, model_file, run_notes, unseen_notes
 from .samples import SamplePrompts, SampleWriter
 from .session import Show, show_run
 
@@ -98,9 +98,11 @@ class GraphRun:
 
     def notes(self, total: int) -> list[str]:
         """Return a sentence for everything unusual about this run; it will have `total` steps in the end."""
-        sizes = self.dataset.index.buckets
+        sizes = [bucket[:2] for bucket in self.dataset.index.buckets if self.dataset.has_pixels]
         notes = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
         notes += self.prompts.notes(self.family) if self.prompts else []
+        if not self.dataset.has_pixels:
+            notes += unseen_notes(self.denoiser, self.dataset.sample(0))
         return notes + new_run_notes(Run(self.folder), self.config, self.start, self.last)
 
     def train(self) -> StateHandle:

@@ -10,9 +10,11 @@ from ...adapters.build import ineffective_patterns
 from ...config import TrainConfig
 from ...family import Family, family_of
 from ...ineffective_settings import ineffective_notes, run_settings
+from ...model import Batch
 from ...optimizer.build import optimizer_notes
 from ...optimizer.schedule import schedule_notes
 from ..model.denoiser import ComfyDenoiser
+from ..model.unseen import find_unseen
 from .loader_faults import loader_notes
 
 MODEL_FILES = ("model", "ckpt_name", "unet_name", "model_name", "gguf_name")
@@ -57,6 +59,13 @@ def run_notes(
     notes += loader_notes(config.adapter)
     notes += [*optimizer_notes(config.optimizer), *schedule_notes(config.schedule, total)]
     return notes + ineffective_notes(run_settings(config, denoiser.family), run_settings(TrainConfig()))
+
+
+def unseen_notes(denoiser: ComfyDenoiser, batch: Batch) -> list[str]:
+    """Return a sentence for what of a sample's conditioning the model does not look at."""
+    names = find_unseen(denoiser, batch.conditioning[0], batch.latents)
+    listed, name = ", ".join(sorted(names)), denoiser.family.name
+    return [f"conditioning: {name} does not look at {listed}, so it learns nothing from it."] * bool(names)
 
 
 def model_file(prompt: Mapping[str, Any] | None, node_id: str | None) -> str:

@@ -21,9 +21,12 @@ import node_helpers
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
 
 from ...config import SampleConfig
+from ...data.bucket import Size
 from ...data.caption import LONGEST, literal
+from ...data.open_sample import fit_image
 from ...family import Family
 from ...files.whole_file import whole_file
 from ...log import log
@@ -33,6 +36,7 @@ from ...run.checkpoints import States
 from ...state import TrainState
 from ...user_error import UserError
 from ..files.trained_lora import with_lora
+from ..model.edits import encode_edit
 from ..model.unload import unload
 from .sample_clips import save_clip
 
@@ -56,6 +60,21 @@ class SamplePrompts(SampleConfig):
     vae: Any
     prompts: tuple[str, ...]
     """[trigger] stands for the trigger word of the dataset."""
+    images: tuple[Tensor, ...] = field(default=(), repr=False)
+    """Reference images, up to three IMAGEs: each a batch with one for every prompt, or one for all."""
+
+    @property
+    def references(self) -> list[list[Tensor]]:
+        """The reference images of each prompt."""
+        return [
+            [image[index if len(image) > 1 else 0][None] for image in self.images]
+            for index in range(len(self.prompts))
+        ]
+
+    def chosen(self, indices: Sequence[int]) -> SamplePrompts:
+        """Return the settings for some of the prompts, with their references."""
+        images = tuple(image[list(indices)] if len(image) > 1 else image for image in self.images)
+        return replace(self, prompts=tuple(self.prompts[index] for index in indices), images=images)
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -64,6 +83,12 @@ class SamplePrompts(SampleConfig):
             raise UserError(f"Sample Prompts: a prompt has {longest} letters; at most {LONGEST} are allowed.")
         if self.clip is None or self.vae is None:
             raise UserError("Sample Prompts: drawing needs CLIP and VAE; connect them.")
+        for number, image in enumerate(self.images, 1):
+            if len(image) not in (1, len(self.prompts)):
+                raise UserError(
+                    f"Sample Prompts: image{number} has {len(image)} images for {len(self.prompts)} prompts; "
+                    "give one for each, or one for all."
+                )
         if not (self.guidance >= 0 or self.guidance == -1):
             raise UserError(f"guidance must be 0 or more, or -1 for the model's own; got {self.guidance}.")
 
@@ -165,8 +190,7 @@ class SampleWriter:
 
     def draw(self, state: TrainState, indices: Sequence[int]) -> None:
         """Draw, save and show these prompts with the LoRA of `state`. A failure costs a warning."""
-        prompts = tuple(self.settings.prompts[index] for index in indices)
-        settings = replace(self.settings, prompts=prompts)
+        settings = self.settings.chosen(indices)
         interrupted = (
             comfy.model_management.InterruptProcessingException
         )  # an Exception in one version of ComfyUI
@@ -203,15 +227,33 @@ def draw_samples(
     settings = settings.of(family)
     patched, clip = with_lora(model, settings.clip, state, family, strength)
     seed = settings.seed + (state.step if settings.walk_seed else 0)
-    for prompt in settings.prompts:
+    for prompt, references in zip(settings.prompts, settings.references, strict=True):
         text = prompt.replace("[trigger]", literal(trigger))
-        yield _draw_prompt(settings, patched, clip, text, seed, family.bucket_step)
+        yield _draw_prompt(settings, patched, clip, Prompt(text, references, family), seed)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one sample is drawn from."""
+
+    text: str
+    references: Sequence[Tensor]
+    family: Family
+
+    def encode(self, settings: SamplePrompts, clip: Any, text: str, size: Size) -> Any:
+        """Return the CONDITIONING of a text with the references, which get about as many pixels as `size`."""
+        images = [fit_image(image, size, self.family.bucket_step) for image in self.references]
+        encoded = encode_edit(clip, settings.vae, text, images, self.family)
+        if settings.guidance < 0:
+            return encoded
+        return node_helpers.conditioning_set_values(encoded, {"guidance": settings.guidance})
 
 
 def _draw_prompt(
-    settings: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, step: int
+    settings: SamplePrompts, model: Any, clip: Any, prompt: Prompt, seed: int
 ) -> Sequence[Image.Image] | None:
     """Draw one prompt; at half the size if memory runs out, None if it runs out again."""
+    step = prompt.family.bucket_step
     for divisor in (1, 2):
         width, height = (
             max(step, side // divisor // step * step) for side in (settings.width, settings.height)
@@ -223,17 +265,19 @@ def _draw_prompt(
             if not is_out_of_memory(error):
                 raise
         unload()
-        log.warning("memory ran out for the sample %r at %dx%d.", prompt, width, height)
+        log.warning("memory ran out for the sample %r at %dx%d.", prompt.text, width, height)
     return None
 
 
 def _sample(
-    settings: SamplePrompts, model: Any, clip: Any, prompt: str, seed: int, width: int, height: int
+    settings: SamplePrompts, model: Any, clip: Any, prompt: Prompt, seed: int, width: int, height: int
 ) -> Sequence[Image.Image]:
     def on_step(*_: Any) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
-    positive, negative = (_conditioning(settings, clip, text) for text in (prompt, settings.negative))
+    positive, negative = (
+        prompt.encode(settings, clip, text, (width, height)) for text in (prompt.text, settings.negative)
+    )
     reduction = int(settings.vae.spacial_compression_encode())
     channels = model.get_model_object("latent_format").latent_channels
     frames = [settings.vae.downscale_ratio[0](settings.frames)] if settings.draws_clips else []
@@ -257,13 +301,6 @@ def _sample(
     pixels = pixels.reshape(-1, *pixels.shape[-3:])[: None if settings.draws_clips else 1]
     colors = (pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy()
     return [Image.fromarray(frame) for frame in colors]
-
-
-def _conditioning(settings: SamplePrompts, clip: Any, text: str) -> Any:
-    encoded = clip.encode_from_tokens_scheduled(clip.tokenize(text))
-    if settings.guidance < 0:
-        return encoded
-    return node_helpers.conditioning_set_values(encoded, {"guidance": settings.guidance})
 
 
 def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:

@@ -193,7 +193,6 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
     index, entries, sources = dataset.index, dataset.entries, dataset.images.sources
     samples = np.unique(index.sample[entries])
     configs = [source.config for source in sources]
-    first = configs[0]
     dirs = {
         source.title: {
             "n_repeats": int(index.repeats[entries][chosen].max()),
@@ -202,25 +201,12 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
         for place, source in enumerate(sources)
         if (chosen := index.source[index.sample[entries]] == place).any()
     }
-    buckets = [
-        (size, int(dataset.order.visits[place]))
-        for place, size in enumerate(index.buckets)
-        if (index.bucket[entries] == place).any()
-    ]
-    counts = {str(i): {"resolution": size, "count": count} for i, (size, count) in enumerate(buckets)}
-    resolution = max(max(config.bucket.resolutions) for config in configs)
     triggers = dict.fromkeys(config.caption.trigger for config in configs if config.caption.trigger)
     return {
         "ss_num_train_images": len(samples),
         "ss_num_reg_images": int(sum(configs[i].regularisation for i in index.source[samples].tolist())),
         "ss_dataset_dirs": dirs,
-        "ss_resolution": f"({resolution}, {resolution})",
-        "modelspec.resolution": f"{resolution}x{resolution}",
-        "ss_enable_bucket": not first.bucket.square,
-        "ss_bucket_no_upscale": not first.bucket.upscale,
-        "ss_bucket_info": {"buckets": counts},
-        "ss_min_bucket_reso": min(min(size) for size, _ in buckets),
-        "ss_max_bucket_reso": max(max(size) for size, _ in buckets),
+        **(_size_values(dataset) if dataset.has_pixels else {}),
         "ss_cache_latents": True,
         "ss_flip_aug": any(config.augment.flip for config in configs),
         "ss_color_aug": any(config.augment.jitters for config in configs),
@@ -231,6 +217,27 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
         "ss_caption_tag_dropout_rate": max(config.caption.tag_dropout for config in configs),
         **({TRIGGER: ", ".join(triggers)} if triggers else {}),
         **({"graft_slider": to_dict(dataset.images.words)} if dataset.images.words else {}),
+    }
+
+
+def _size_values(dataset: EncodedDataset) -> dict[str, Any]:
+    index, entries = dataset.index, dataset.entries
+    configs = [source.config for source in dataset.images.sources]
+    buckets = [
+        (size, int(dataset.order.visits[place]))
+        for place, size in enumerate(index.buckets)
+        if (index.bucket[entries] == place).any()
+    ]
+    counts = {str(i): {"resolution": size, "count": count} for i, (size, count) in enumerate(buckets)}
+    resolution = max(max(config.bucket.resolutions) for config in configs)
+    return {
+        "ss_resolution": f"({resolution}, {resolution})",
+        "modelspec.resolution": f"{resolution}x{resolution}",
+        "ss_enable_bucket": not configs[0].bucket.square,
+        "ss_bucket_no_upscale": not configs[0].bucket.upscale,
+        "ss_bucket_info": {"buckets": counts},
+        "ss_min_bucket_reso": min(min(size) for size, _ in buckets),
+        "ss_max_bucket_reso": max(max(size) for size, _ in buckets),
     }
 
 
