@@ -15,6 +15,7 @@ ORDER = (
     "captions_from", "prefix", "suffix", "shuffle_tags", "keep_tags", "tag_dropout", "remove_tags", "crop",
     "square", "upscale", "min_side", "max_side", "brightness", "contrast", "saturation", "hue", "masks",
     "outside_mask", "weight", "regularisation", "background", "fps", "clips", "first_frame",
+    "class_word", "reference_dropout",
 )  # fmt: skip
 
 
