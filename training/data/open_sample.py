@@ -67,9 +67,9 @@ def open_clip(source: Source, sample: Sample, count: int) -> Iterator[UprightIma
 def open_sound(source: Source, sample: Sample) -> tuple[Tensor, int]:
     """Return the piece of a sound that is a sample, (2, samples) float32, and its rate. Raises as
     `open_clip` does."""
-    require_unchanged(source, sample)
+    require_unchanged(source.path(sample.name), sample)
     piece = read_piece(source.path(sample.name), sample.start, source.config.seconds)
-    require_unchanged(source, sample)
+    require_unchanged(source.path(sample.name), sample)
     return piece
 
 
