@@ -6,11 +6,14 @@ import json
 import sys
 
 import pytest
+import torch
 
 from graft.commands import bench as benchmarks
+from graft.commands.bench.step_profile import int8_share, profile_step
 from graft.commands.cli import main
 from graft.dev import bench
 from graft.dev.benchmarks import faults
+from graft.training.memory.quantize import quantize
 
 
 @pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
@@ -43,3 +46,19 @@ def test_outcomes_are_told_by_test_with_the_reason_of_a_failure(tmp_path):
     )
     outcomes = faults.run_tests([f"{path}::test_good", f"{path}::test_bad"])
     assert outcomes["test_good"] == "ok" and "no room" in outcomes["test_bad"]
+
+
+def test_the_parts_of_a_step_are_told_apart():
+    weight, x = quantize(torch.ones(64, 96), "int8", torch.float32), torch.ones(128, 96)
+
+    def steps(count):
+        for _ in range(1 + 20 * count):
+            weight.multiplication.forward(weight.parts, x, None)
+            x @ x.T
+
+    parts, products = profile_step(steps)
+    assert {"int8 products", "products", "quantizing", "scaling"} <= set(parts)
+    assert sum(parts.values()) == pytest.approx(1, abs=0.01)
+    assert products == {(128, 96, 128): 20}
+    ticks = iter(range(100))
+    assert int8_share(products, lambda: next(ticks)) == 1, "each takes one tick"
