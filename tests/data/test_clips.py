@@ -229,13 +229,11 @@ def test_one_error_names_every_clip_that_cannot_be_trained_before_any_is_encoded
     for name, reason in {
         "short.mp4": "has 5 frames, but 9 are asked for; lower 'frames' in Load Dataset",
         "odd.mp4": r"its frame rate varies (2.94 to 25 per second); set fps in Dataset Settings",
-        "empty.mp4": "damaged or not readable",
-        "torn.mp4": "damaged or not readable",
-        "text.webm": "damaged or not readable",
-        "list.mp4": "damaged or not readable",
         "none.frames": "has no frames",
     }.items():
         assert f"{name}: {reason}" in str(error.value)
+    [damaged_files] = (line for line in str(error.value).splitlines() if "damaged or not readable" in line)
+    assert all(name in damaged_files for name in ("empty.mp4", "torn.mp4", "text.webm", "list.mp4"))
     images = scan(folder, replace(CLIPS, skip_bad=True))
     assert [sample.name for sample in images.samples] == ["good.mp4"] and len(images.skipped) == 8
 
@@ -248,7 +246,8 @@ def test_clips_that_only_decoding_shows_as_damaged_are_all_named_and_the_others_
         destroy_end(folder / name)
     with pytest.raises(ValueError, match="2 file") as error:
         encoded(folder, tmp_path / "cache")
-    assert "b.mp4: damaged or not readable" in str(error.value) and "c.mp4: damaged" in str(error.value)
+    [damaged_files] = (line for line in str(error.value).splitlines() if "damaged or not readable" in line)
+    assert "b.mp4" in damaged_files and "c.mp4" in damaged_files
     data, encoder = encoded(folder, tmp_path / "cache", replace(CLIPS, skip_bad=True))
     assert not encoder.images and data.names == ["a.mp4"] and len(data.skipped) == 2
 
