@@ -12,7 +12,6 @@ from graft.tests.support.runs import CONFIG, assert_same
 from graft.training import loop, rng
 from graft.training.config import CheckpointConfig, ObjectiveConfig, ValidationConfig
 from graft.training.loop import initial_state, train
-from graft.training.model import OFFLOAD_ALL
 from graft.training.objective.loss import loss_at
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
@@ -70,7 +69,7 @@ def test_where_the_base_does_not_fit_it_is_measured_offloaded(monkeypatch):
     denoiser, held = TinyDenoiser(), []
     hold = denoiser.hold
 
-    def small(dtype, store="resident", offload=OFFLOAD_ALL):
+    def small(dtype, store="resident", *how):
         held.append(store)
         if store == "resident":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")

@@ -138,7 +138,7 @@ def _others(part: Part, device: str, size: str, folder: Path | None) -> dict[str
 
     start_comfyui(device)
     numbers = {"rank": part.rank, "batch": part.batch, "repeats": 1, "steps": STEPS - 1}
-    args = Namespace(**numbers, clock="wall", only=[part.contender], rss=False)
+    args = Namespace(**numbers, clock="wall", only=[part.contender], rss=False, profile=False)
     found = measure(part.model, _model(part, size), args)
     if part.contender in found["missing"]:
         return {"skipped": found["missing"][part.contender]}

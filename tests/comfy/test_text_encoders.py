@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import comfy.model_management
 import comfy.sd
@@ -51,6 +52,7 @@ class Captioned:
     """Images of a tiny family with captions, and what the base's CLIP makes of them."""
 
     fingerprint = "captioned"
+    is_captioned = True
 
     def __init__(self, tiny, clip, tail=0):
         with torch.no_grad():
@@ -295,8 +297,9 @@ def test_what_training_the_text_encoders_takes_is_estimated(name, mode):
 
 
 def test_train_steps_asks_for_the_clip_it_needs():
+    encoded_dataset = SimpleNamespace(largest_batch=None, is_captioned=True)
     with pytest.raises(ValueError, match="clip: missing; the LoRA trains the text encoders"):
-        TrainSteps.execute(tiny("sd15")(), None, CONFIG.adapter, 1, 0, 1e-4, 1, 0, "x")
+        TrainSteps.execute(tiny("sd15")(), encoded_dataset, CONFIG.adapter, 1, 0, 1e-4, 1, 0, "x")
 
 
 def test_the_run_says_that_the_text_cache_is_off(trained):

@@ -86,9 +86,8 @@ def test_blocks_pass_through_two_buffers_in_a_thread_and_their_pages_are_dropped
     for _ in range(2):
         for name, expected in tensors.items():
             assert torch.equal(fetch[name](torch.float32, CPU), expected)
-    assert len(store.ring.copier._buffers) == 2 and len(dropped) >= 8
     store.release()
-    assert module.log[-1] == ("end",)
+    assert module.log[-1] == ("end",) and len(dropped) >= 8
     # Every buffer is filled again only after the device has read it, and the program does none of it.
     copies = [entry for entry in module.log if entry[0] == "record" and "graft stream" in entry[2]]
     waits = [entry for entry in module.log if entry[0] == "synchronize"]
