@@ -11,6 +11,7 @@ from PIL import Image
 
 import graft
 from graft.tests.support.editor import Editor
+from graft.training.config import ADDED
 from graft.training.run.queued import run_settings
 
 pytestmark = pytest.mark.browser
@@ -18,8 +19,6 @@ WORKFLOW = json.loads(
     (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
 )
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
-ADDED = {"GraftLoadDataset": {"leave_out": ""}}
-"""Inputs that are newer than people's graphs, with their defaults."""
 LONG, STEPS = "long-0123456789abcdef", 10_000
 SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"
 STATUS = f"{SHADOW}.querySelector('.status').textContent"
@@ -141,10 +140,25 @@ def long_run(running):
     return LONG
 
 
+def newer_inputs(editor):
+    """Return by class the inputs that are newer than people's graphs, with their defaults."""
+    nodes = editor.page.evaluate("fetch('/object_info').then(answer => answer.json())")
+    inputs = {
+        kind: [item for part in node["input"].values() for item in part.items()]
+        for kind, node in nodes.items()
+        if kind.startswith("Graft")
+    }
+    return {
+        kind: {name: spec[1]["default"] for name, spec in items if spec[1:] and ADDED in spec[1]}
+        for kind, items in inputs.items()
+    }
+
+
 def test_samples_appear_with_the_run_that_was_queued_with_these_settings(editor, running, long_run):
     editor.set(TRAIN, name="long")
     graph = editor.page.evaluate("app.graphToPrompt().then(p => p.output)")
-    queued = {run_settings(graph, str(TRAIN), lambda kind: ADDED.get(kind, {})): STEPS}
+    newer = newer_inputs(editor)
+    queued = {run_settings(graph, str(TRAIN), lambda kind: newer.get(kind, {})): STEPS}
     (running.base / "output" / "graft" / long_run / "queued.json").write_text(json.dumps(queued))
     editor.load(editor.page.evaluate("app.graph.serialize()"))
     wait_for_step(editor, STEPS)
