@@ -171,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--autoencoder-steps", type=int, default=3200)
     parser.add_argument("--decoder-steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=384, help="of the denoiser; a multiple of 64")
-    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=6, help="ComfyUI takes width / 64 for granted")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=16000, help="of the denoiser")
     parser.add_argument("--cooldown", type=int, default=4000, help="last steps, with falling learning rate")
