@@ -6,6 +6,7 @@ Tests import it by that name: `from graft.training.loop import train`.
 import os
 import runpy
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,18 @@ def _has_cuda() -> bool:
 
 def _has_browser() -> bool:
     return any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MB; skipped where this user may not mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)

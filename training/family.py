@@ -436,6 +436,11 @@ _GENERIC_ROWS = {
 }
 """Models that train as GENERIC does -> their CLIPType, by which their text encoder files are loaded."""
 
+_WAN = replace(
+    GENERIC, name="WAN21_T2V", preset_modules={"WanAttentionBlock": ("blocks.*",)}, clip_type="WAN"
+)
+_WAN_I2V = replace(_WAN, first_frame="nodes_wan.WanImageToVideo", needs_first_frame=True)
+
 FAMILIES: Mapping[str, Family] = {
     "SD15": replace(_SD1, arch=("sd1", "sd15")),
     "SD20": replace(
@@ -555,35 +560,11 @@ FAMILIES: Mapping[str, Family] = {
         clip_type="HIDREAM",
         arch=("hidream",),
     ),
-    "WAN21_T2V": replace(
-        GENERIC,
-        name="WAN21_T2V",
-        preset_modules={"WanAttentionBlock": ("blocks.*",)},
-        clip_type="WAN",
-    ),
-    "WAN21_I2V": replace(
-        GENERIC,
-        name="WAN21_I2V",
-        preset_modules={"WanAttentionBlock": ("blocks.*",)},
-        clip_type="WAN",
-        first_frame="nodes_wan.WanImageToVideo",
-        needs_first_frame=True,
-    ),
-    "WAN22_I2V": replace(
-        GENERIC,
-        name="WAN22_I2V",
-        preset_modules={"WanAttentionBlock": ("blocks.*",)},
-        clip_type="WAN",
-        first_frame="nodes_wan.WanImageToVideo",
-        needs_first_frame=True,
-    ),
+    "WAN21_T2V": _WAN,
+    "WAN21_I2V": replace(_WAN_I2V, name="WAN21_I2V"),
+    "WAN22_I2V": replace(_WAN_I2V, name="WAN22_I2V"),
     "WAN22_T2V": replace(
-        GENERIC,
-        name="WAN22_T2V",
-        preset_modules={"WanAttentionBlock": ("blocks.*",)},
-        clip_type="WAN",
-        bucket_step=32,
-        first_frame="nodes_wan.Wan22ImageToVideoLatent",
+        _WAN, name="WAN22_T2V", bucket_step=32, first_frame="nodes_wan.Wan22ImageToVideoLatent"
     ),
     "HunyuanVideo15": replace(
         GENERIC,

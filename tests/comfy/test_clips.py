@@ -17,6 +17,7 @@ import nodes
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.clips import decoded, moving, write_clip
 from graft.tests.support.memory import measured
+from graft.tests.support.recorded import recorded
 from graft.tests.support.tiny_others import OTHERS
 from graft.tests.support.tiny_videos import FIRST_FRAMES, WAN_I2V, Clip, wan_vae
 from graft.training.adapters.build import attach, restore_adapters, select
@@ -78,17 +79,6 @@ def test_the_latents_of_a_clip_are_those_of_stock_vae_encode(case):
     with torch.inference_mode():
         [stock] = nodes.VAEEncode().encode(case.vae, case.frames)
     assert torch.equal(case.data.batch(1, seed=0, index=0).latents, stock["samples"])
-
-
-def recorded(denoiser, monkeypatch):
-    calls, apply_model = [], denoiser.model.apply_model
-
-    def record(x, t, **conditions):
-        calls.append({"x": x, "t": t, **conditions})
-        return apply_model(x, t, **conditions)
-
-    monkeypatch.setattr(denoiser.model, "apply_model", record, raising=False)
-    return calls
 
 
 def test_a_step_is_given_the_first_frame_as_the_sampler_gives_it_after_the_stock_node(case, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.memory import measured, step_gradients
+from graft.tests.support.recorded import recorded
 from graft.tests.support.tiny_edits import EDITS, METHODS, edit_batch, latents, stock_conditioning
 from graft.training.adapters.build import select
 from graft.training.comfy.model.conditioning import as_sampled, read_conditioning
@@ -24,18 +25,6 @@ def name(request):
     if EDITS[request.param].missing:
         pytest.skip("this ComfyUI is too old for it")
     return request.param
-
-
-def recorded(denoiser, monkeypatch):
-    """Return a list that gets the arguments of every call of the model."""
-    calls, apply_model = [], denoiser.model.apply_model
-
-    def record(x, t, **conditions):
-        calls.append({"x": x, "t": t, **conditions})
-        return apply_model(x, t, **conditions)
-
-    monkeypatch.setattr(denoiser.model, "apply_model", record, raising=False)
-    return calls
 
 
 def assert_equal(one, other, where=""):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import subprocess
 import zipfile
 
 import pytest
@@ -156,21 +155,6 @@ def test_names_of_other_encodings_in_a_zip_are_read_or_readable(place):
     assert saved.encode() and names(place) == sorted(["caf\u00e9.png", saved])
     with pytest.raises(UserError, match="damaged"):
         send(place, "x.zip", content.replace("caf\u00e9".encode(), b"caf\xe9!"))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MB; skipped where this user may not mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_full_disk_keeps_nothing_of_a_zip(small_disk):

@@ -19,21 +19,6 @@ from graft.training.validation import validation_loss
 from ..support.tiny import TinyDenoiser, TinySamples
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MB; skipped where this user may not mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 @pytest.mark.parametrize("margin", [0, 100_000])
 def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_with_more_room(small_disk, monkeypatch, margin):
     """With a margin the run stops in time; without one it does when the space that it held had to be used."""

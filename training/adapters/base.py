@@ -82,11 +82,17 @@ class Adapter(nn.Module):
         return config.alpha or cls.default_alpha or float(config.rank)
 
     def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Set the parameters so that the adapter changes nothing yet and every parameter can learn.
+        """Set the parameters so that the adapter changes nothing yet and every parameter can learn: those in
+        `starts_at_zero` to 0, the others Kaiming-uniform, as LyCORIS does.
 
         `base` is the frozen weight in float32, for methods that need it.
         """
-        raise NotImplementedError
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name in self.starts_at_zero:
+                    parameter.zero_()
+                else:
+                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
 
     @staticmethod
     def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:

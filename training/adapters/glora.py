@@ -6,7 +6,6 @@ convolution a1 a2 mixes the channels of x, and b2 keeps the kernel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 
 import torch
@@ -40,15 +39,6 @@ class GLoRA(Multiplied):
         self.a2 = nn.Parameter(torch.empty(rank, inputs))
         self.b1 = nn.Parameter(torch.empty(out, rank))
         self.b2 = nn.Parameter(torch.empty(rank, inputs, *kernel))
-
-    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Set a1 and b1 Kaiming-uniform, a2 and b2 to 0, as LyCORIS: dW is 0."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name in self.starts_at_zero:
-                    parameter.zero_()
-                else:
-                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
 
     @staticmethod
     def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:

@@ -55,15 +55,6 @@ class LoKr(Adapter):
             self._add("w2_a", out2, rank)
             self._add("w2_b", rank, in2 * math.prod(kernel))
 
-    def initialize(self, generator: torch.Generator, base: Tensor | None = None) -> None:
-        """Kaiming-uniform, as LyCORIS, and zeros in `w2` or `w2_b`, so dW is 0."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name in self.starts_at_zero:
-                    parameter.zero_()
-                else:
-                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
-
     @staticmethod
     def compose(weights: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
         w1 = weights["w1"] if "w1" in weights else weights["w1_a"] @ weights["w1_b"]
