@@ -16,6 +16,11 @@ ORDER = (
     "negative", "every", "before_training", "width", "height", "steps", "cfg", "sampler", "scheduler", "seed",
     "walk_seed", "guidance",
 )  # fmt: skip
+REFERENCE = "Reference images for a model that edits: one per prompt, or one for all."
+FIRST_IMAGE = (
+    "Reference images for a model that edits, or first frames for image to video: one per prompt, or one for "
+    "all."
+)
 
 
 class SamplePromptsNode(Node):
@@ -44,9 +49,9 @@ class SamplePromptsNode(Node):
                     io.Image.Input(
                         f"image{number}",
                         optional=True,
-                        tooltip="Reference images for a model that edits: one per prompt, or one for all.",
+                        tooltip=tooltip,
                     )
-                    for number in (1, 2, 3)
+                    for number, tooltip in enumerate((FIRST_IMAGE, REFERENCE, REFERENCE), 1)
                 ),
             ],
             outputs=[Samples.Output("sample_prompts")],

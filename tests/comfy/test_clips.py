@@ -22,7 +22,8 @@ from graft.tests.support.tiny_others import OTHERS
 from graft.tests.support.tiny_videos import FIRST_FRAMES, WAN_I2V, Clip, wan_vae
 from graft.training.adapters.build import attach, restore_adapters, select
 from graft.training.comfy.model.denoiser import ComfyDenoiser
-from graft.training.comfy.model.encoder import ComfyEncoder, stock_node
+from graft.training.comfy.model.encoder import ComfyEncoder
+from graft.training.comfy.model.first_frame import stock_node
 from graft.training.comfy.run import routes, samples
 from graft.training.config import (
     AdapterConfig,
@@ -248,7 +249,25 @@ def test_samples_of_a_video_model_are_animated_for_the_node_and_a_video_on_disk(
     assert any("frames 9 of Sample Prompts: this VAE is for images" in note for note in images.notes(family))
 
 
-def test_samples_of_a_model_that_needs_a_first_frame_are_said_to_say_little():
+@pytest.mark.parametrize("name", ["wan_i2v", "wan_5b"])
+def test_samples_of_image_to_video_begin_with_the_image_of_their_prompt(name, monkeypatch):
+    tiny, vae = FIRST_FRAMES[name]
+    denoiser = ComfyDenoiser(tiny())
+    monkeypatch.setattr(samples, "with_lora", lambda model, clip, *_: (model, clip))
+    images = torch.rand(2, 32, 32, 3, generator=torch.Generator().manual_seed(0))
+    chosen = {"frames": 5, "width": 32, "height": 32, "steps": 1, "cfg": 1.0}
+    settings = samples.SamplePrompts(Clip(tiny), vae(), ("a", "b"), images=(images,), **chosen)
+    calls = recorded(denoiser, monkeypatch)
+    drawn = list(samples.draw_samples(settings, denoiser.patcher, SimpleNamespace(step=0), denoiser.family))
+    assert [len(frames) for frames in drawn] == [5, 5] and not settings.notes(denoiser.family)
+    for call, image in zip(calls, images, strict=True):
+        with torch.inference_mode():
+            first = denoiser.scale_latents(settings.vae.encode(image[None]))
+        shown = call["x"][:, :, :1] if "denoise_mask" in call else call["c_concat"][:, 4:, :1]
+        torch.testing.assert_close(shown, first, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_of_a_model_that_needs_a_first_frame_are_said_to_say_little_without_one():
     family = ComfyDenoiser(WAN_I2V()).family
     settings = samples.SamplePrompts(Clip(WAN_I2V), wan_vae(), ("a walk",), frames=9)
-    assert any("goes on from a clip's first frame" in note for note in settings.notes(family))
+    assert any("connect image1 of Sample Prompts" in note for note in settings.notes(family))

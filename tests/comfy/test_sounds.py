@@ -11,7 +11,8 @@ from graft.tests.support.sounds import RATE, wave, write_sound
 from graft.tests.support.tiny_others import OTHERS
 from graft.tests.support.tiny_videos import Clip, oobleck_vae, wan_vae
 from graft.training.comfy.model.denoiser import ComfyDenoiser
-from graft.training.comfy.model.encoder import ComfyEncoder, stock_node
+from graft.training.comfy.model.encoder import ComfyEncoder
+from graft.training.comfy.model.first_frame import stock_node
 from graft.training.comfy.run import samples
 from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
 from graft.training.data import DatasetConfig, encode, scan

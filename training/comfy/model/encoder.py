@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +18,7 @@ from .conditioning import read_conditioning
 from .denoiser import ComfyDenoiser, require_plain
 from .edits import encode_edit, mask_image
 from .fingerprint import fingerprint
+from .first_frame import give_first_frame, stock_node
 from .unseen import find_unseen
 
 
@@ -75,17 +74,11 @@ class ComfyEncoder:
     def encode_first_frame(self, pixels: Tensor) -> Conditioning:
         comfy.model_management.throw_exception_if_processing_interrupted()
         frames, height, width = pixels.shape[:3]
-        empty = [[torch.zeros(1, 1, 1), {}]]
-        known = {"positive": empty, "negative": empty, "vae": self.vae, "batch_size": 1, "strength": 1.0}
-        known |= {"width": width, "height": height, "length": frames}
-        known |= {"start_image": pixels[:1], "image": pixels[:1]}
-        node = stock_node(self.first_frame)
-        wanted = inspect.signature(node.execute).parameters
+        size = (width, height, frames)
+        empty: list[Any] = [[None, {}]]
         with torch.inference_mode():
-            outputs = node.execute(**{name: value for name, value in known.items() if name in wanted}).result
-        given = read_conditioning(outputs[0]) if "positive" in wanted else {}
-        given = {name: value for name, value in given.items() if name != "cross_attn"}
-        mask = outputs[-1].get("noise_mask")
+            positive, _, latent = give_first_frame(self.first_frame, self.vae, pixels[:1], size, empty, empty)
+            given, mask = read_conditioning(positive), latent.get("noise_mask")
         return given if mask is None else {**given, "denoise_mask": mask.cpu().clone()}
 
     def clip_frames(self, frames: int) -> int:
@@ -142,9 +135,3 @@ class ComfyEncoder:
     def encode_masked(self, pixels: Tensor, mask: Tensor) -> Conditioning:
         with torch.inference_mode():
             return read_conditioning([[None, mask_image(self.vae, pixels, mask)]])
-
-
-def stock_node(place: str) -> Any:
-    """Return the class of a node at "module.Class" in ComfyUI's comfy_extras."""
-    module, _, name = place.partition(".")
-    return getattr(importlib.import_module(f"comfy_extras.{module}"), name)

@@ -37,6 +37,7 @@ from ...state import TrainState
 from ...user_error import UserError
 from ..files.trained_lora import with_lora
 from ..model.edits import encode_edit
+from ..model.first_frame import give_first_frame
 from ..model.unload import unload
 from .sample_clips import save_clip
 
@@ -61,7 +62,8 @@ class SamplePrompts(SampleConfig):
     prompts: tuple[str, ...]
     """[trigger] stands for the trigger word of the dataset."""
     images: tuple[Tensor, ...] = field(default=(), repr=False)
-    """Reference images, up to three IMAGEs: each a batch with one for every prompt, or one for all."""
+    """Reference images, up to three IMAGEs: each a batch with one for every prompt, or one for all. A clip
+    begins with the first IMAGE."""
 
     @property
     def references(self) -> list[list[Tensor]]:
@@ -123,10 +125,10 @@ class SamplePrompts(SampleConfig):
             notes.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
         if self.is_sound:
             return [*notes, "Sample Prompts draws no sound: sample with the MODEL of Train Steps instead."]
-        if family.needs_first_frame:
+        if family.needs_first_frame and not (self.images and self.draws_clips):
             notes.append(
-                f"{family.name} goes on from a clip's first frame, which Sample Prompts does not give: its "
-                "samples say little. Draw with the MODEL of Train Steps."
+                f"{family.name} goes on from a clip's first frame: connect image1 of Sample Prompts and set "
+                "its frames above 1; without them its samples say little."
             )
         if self.frames > 1 and not self.draws_clips:
             notes.append(f"frames {self.frames} of Sample Prompts: this VAE is for images; images are drawn.")
@@ -242,7 +244,8 @@ class Prompt:
 
     def encode(self, settings: SamplePrompts, clip: Any, text: str, size: Size) -> Any:
         """Return the CONDITIONING of a text with the references, which get about as many pixels as `size`."""
-        images = [fit_image(image, size, self.family.bucket_step) for image in self.references]
+        references = () if self.family.first_frame else self.references
+        images = [fit_image(image, size, self.family.bucket_step) for image in references]
         encoded = encode_edit(clip, settings.vae, text, images, self.family)
         if settings.guidance < 0:
             return encoded
@@ -283,16 +286,23 @@ def _sample(
     frames = [settings.vae.downscale_ratio[0](settings.frames)] if settings.draws_clips else []
     latent = torch.zeros(1, channels, *frames, height // reduction, width // reduction)
     latent = comfy.sample.fix_empty_latent_channels(model, latent)
+    given: dict[str, Any] = {"samples": latent}
+    if frames and prompt.family.first_frame and prompt.references:
+        size = (width, height, int(settings.vae.upscale_ratio[0](frames[0])))
+        positive, negative, given = give_first_frame(
+            prompt.family.first_frame, settings.vae, prompt.references[0], size, positive, negative
+        )
     samples = comfy.sample.sample(
         model,
-        comfy.sample.prepare_noise(latent, seed),
+        comfy.sample.prepare_noise(given["samples"], seed),
         settings.steps,
         settings.cfg,
         settings.sampler,
         settings.scheduler,
         positive,
         negative,
-        latent,
+        given["samples"],
+        noise_mask=given.get("noise_mask"),
         callback=on_step,
         disable_pbar=True,
         seed=seed,
