@@ -6,6 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..training.comfy.run.notes import model_file
 from ..training.comfy.run.samples import SAMPLERS, SCHEDULERS, SamplePrompts
 from ..training.config import SampleConfig
 from .node import Node
@@ -53,8 +54,15 @@ class SamplePromptsNode(Node):
                     )
                     for number, tooltip in enumerate((FIRST_IMAGE, REFERENCE, REFERENCE), 1)
                 ),
+                io.Model.Input(
+                    "model",
+                    optional=True,
+                    tooltip="Draw with this model and the LoRA, not with the one that is trained: its Turbo "
+                    "version, the model without an assistant LoRA, the other expert of Wan 2.2.",
+                ),
             ],
             outputs=[Samples.Output("sample_prompts")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -66,7 +74,10 @@ class SamplePromptsNode(Node):
         image1: Any = None,
         image2: Any = None,
         image3: Any = None,
+        model: Any = None,
         **values: Any,
     ) -> io.NodeOutput:
         images = tuple(image for image in (image1, image2, image3) if image is not None)
-        return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), images=images, **values))
+        file = model_file(cls.hidden.prompt, cls.hidden.unique_id)
+        drawing = {"images": images, "model": model, "model_file": file}
+        return io.NodeOutput(SamplePrompts(clip, vae, lines(prompts), **drawing, **values))

@@ -19,6 +19,7 @@ import torch
 from comfy.taesd.taesd import TAESD
 from PIL import Image
 
+from graft.nodes import sample_prompts
 from graft.starter import in_comfyui as embedded
 from graft.tests.support.first_lora import assert_same_lora, first_lora, four_squares, lora, sampled
 from graft.training.comfy.run import checkpoint_grid as grid
@@ -296,6 +297,47 @@ def test_the_grid_is_drawn_at_the_guidance_scale_of_the_file_it_comes_from(execu
     prompt["52"] = {"class_type": "PreviewImage", "inputs": {"images": ["51", 0]}}
     execute(prompt)
     assert drawn == [1.0]
+
+
+def test_samples_are_drawn_with_another_model_and_the_lora_and_the_run_is_the_same(execute, base):
+    prompt = sampled("drawn_by_another", prompts="a square")
+    prompt["60"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["1", 0], "shift": 9.0}}
+    prompt["40"]["inputs"]["model"] = ["60", 0]
+    execute(prompt)
+    assert_as_without_samples(execute, base, "drawn_by_another")
+    execute(sampled("drawn_by_itself", prompts="a square"))
+    other, itself = (
+        {file: Image.open(path).tobytes() for file, path in drawn(base, run).items()}
+        for run in ("drawn_by_another", "drawn_by_itself")
+    )
+    assert len(set(other.values()) | set(itself.values())) == 6  # of three sets each
+    keys = {folder_of(base, run).name.rpartition("-")[2] for run in ("drawn_by_another", "drawn_by_itself")}
+    assert len(keys) == 1
+
+
+def test_a_turbo_model_that_draws_has_its_own_guidance_scale(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        samples_module, "with_lora", lambda model, clip, *_: drawn.append(model) or (model, clip)
+    )
+    monkeypatch.setattr(samples_module, "_sample", lambda plan, *_: drawn.append(plan.cfg))
+    base, turbo = TINY["zimage"](), TINY["zimage"](seed=1)
+    plan = samples_module.SamplePrompts("clip", "vae", ("a",), model=turbo, model_file="z_image_turbo.sft")
+    list(
+        samples_module.draw_samples(plan, base, types.SimpleNamespace(step=0), family_in("z_image.sft", base))
+    )
+    assert drawn == [turbo, 1.0]
+
+
+def test_a_model_without_the_trained_layers_is_refused_before_the_first_step(execute, base, monkeypatch):
+    prompts = samples_module.SamplePrompts
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sample_prompts, "SamplePrompts", lambda *a, **k: prompts(*a, **{**k, "model": TINY["flux"]()})
+        )
+        with pytest.raises(RuntimeError, match="this Flux.1 Dev lacks the layer .* trained on SD3.5 Large"):
+            execute(sampled("drawn_by_flux"))
+    assert not list((base / "output" / "graft").glob("drawn_by_flux-*"))
 
 
 def saved(base, name):

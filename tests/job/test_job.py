@@ -161,7 +161,8 @@ HONORED = {
     "sample.sample_start_step": (0, SAME),
     "sample.prompts": (["a", "b"], {"sample.prompts": "a\nb"}),
     "sample.samples": ([{"prompt": "a", "neg": ""}, {"prompt": "b"}], {"sample.prompts": "a\nb"}),
-    "sample.num_frames": (1, SAME),
+    "sample.num_frames": (9, {"sample.frames": 9}),
+    "sample.fps": (8, {"sample.fps": 8.0}),
     "sample.neg": ("ugly", {"sample.negative": "ugly"}),
     "sample.seed": (42, {"sample.seed": 42}),
     "sample.walk_seed": (True, {"sample.walk_seed": True}),
@@ -240,7 +241,7 @@ REFUSED = {
     "sample.prompts": [],
     "sample.samples": [{"prompt": "a", "width": 512}],
     "sample.sample_start_step": 100,
-    "sample.num_frames": 16,
+    "sample.num_frames": "all",
 }
 
 DATASET = {
@@ -269,15 +270,21 @@ DATASET = {
     "control_path_1": ("cats", {"dataset.references": "cats"}),
     "control_path_2": ("cats", {"dataset.references": "cats"}),
     "control_path_3": ("cats", {"dataset.references": "cats"}),
-    "num_frames": (1, SAME),
-    "do_i2v": (False, SAME),
+    "num_frames": (9, {"dataset.frames": 9}),
+    "do_i2v": (True, {"dataset_settings.first_frame": 1.0}),
+    "shrink_video_to_frames": (True, {"dataset_settings.clips": "uniform"}),
+    "fps": (24, {"dataset_settings.fps": 24.0}),
     "do_audio": (False, SAME),
     "auto_frame_count": (False, SAME),
     "audio_normalize": (False, SAME),
     "audio_preserve_pitch": (False, SAME),
 }
 
-DATASET_HARMLESS = {"shrink_video_to_frames": (True, {"num_frames": 1}), "fps": (24, {"num_frames": 1})}
+DATASET_HARMLESS = {
+    key: (value, {"num_frames": 1})
+    for key, value in {"shrink_video_to_frames": True, "fps": 24, "do_i2v": True}.items()
+}
+CLIPS = {"num_frames": 9}
 
 DATASET_REFUSED = {
     "cache_latents": False,
@@ -289,8 +296,9 @@ DATASET_REFUSED = {
     "flip_y": True,
     "batch_size": 2,
     "controls": ["depth"],
-    "num_frames": 16,
-    "do_i2v": True,
+    "num_frames": "all",
+    "fps": "fast",
+    "do_i2v": "often",
     "do_audio": True,
     "auto_frame_count": True,
     "audio_normalize": True,
@@ -396,9 +404,10 @@ def test_a_harmless_key_changes_nothing_beside_its_switch_and_is_refused_without
     needed = NEEDED.get(key, {}) | switch
     both = compile_job(put(document(), needed | {key: value}), tmp_path)
     assert both.prompt == compile_job(put(document(), needed), tmp_path).prompt
+    alone = {name: needed[name] for name in needed.keys() - switch.keys()} | {key: value}
     with pytest.raises(ValueError, match=rf"^{key}: .* has no effect without {next(iter(switch))}: "):
-        compile_job(document(key, value), tmp_path)
-    assert switch == {"model.layer_offloading": True} or REFUSED.keys() >= switch.keys()
+        compile_job(put(document(), alone), tmp_path)
+    assert key in HONORED or switch == {"model.layer_offloading": True} or REFUSED.keys() >= switch.keys()
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -410,8 +419,9 @@ def test_a_key_that_cannot_be_honored_is_refused_by_name(key, tmp_path):
 @pytest.mark.parametrize("key", DATASET)
 def test_a_key_of_a_dataset_is_honored(key, tmp_path):
     value, expected = DATASET[key]
-    without = compile_job(document(), tmp_path)
-    assert_honored(compile_job(document(**{key: value}), tmp_path), expected, without)
+    needed = CLIPS if key in DATASET_HARMLESS else {}
+    without = compile_job(document(**needed), tmp_path)
+    assert_honored(compile_job(document(**needed | {key: value}), tmp_path), expected, without)
 
 
 @pytest.mark.parametrize("key", DATASET_HARMLESS)
@@ -427,8 +437,10 @@ def test_a_harmless_key_of_a_dataset_is_refused_without_its_switch(key, tmp_path
 
 @pytest.mark.parametrize("key", DATASET_REFUSED)
 def test_a_key_of_a_dataset_that_cannot_be_honored_is_refused_by_name(key, tmp_path):
-    with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: .*(Remove the key|Set it to)"):
-        compile_job(document(**{key: DATASET_REFUSED[key]}), tmp_path)
+    needed = CLIPS if key in DATASET_HARMLESS else {}
+    expected = r"Remove the key|Set it to|expected"
+    with pytest.raises(ValueError, match=rf"datasets\[0\].{key}: .*({expected})"):
+        compile_job(document(**needed | {key: DATASET_REFUSED[key]}), tmp_path)
 
 
 def test_folders_of_references_are_named_in_the_order_of_their_keys(tmp_path):

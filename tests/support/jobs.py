@@ -38,6 +38,7 @@ NEEDED = {
     "model.qtype": {"model.quantize": True},
     **{f"model.is_{name}": {"train.timestep_type": "linear"} for name in DDPM},
     **{key: {"sample.prompts": ["a cat"]} for key in KEYS if key.startswith("sample.")},
+    "sample.fps": {"sample.prompts": ["a cat"], "sample.num_frames": 9},
     "sample.prompts": {},
     "sample.samples": {},
 }

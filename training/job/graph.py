@@ -58,6 +58,8 @@ def graph_of(
     for name, slot in SETTINGS_OF_TRAIN_STEPS.items():
         if name in inputs:
             links = {"clip": [base, 1], "vae": [base, 2]} if name == "sample" else {}
+            if links and "assistant" in inputs:  # which is for training alone
+                links["model"] = [base, 0]
             wires[slot] = [build.add(name, inputs, **links), 0]
     model = build.add("assistant", inputs, model=[base, 0]) if "assistant" in inputs else base
     train = build.add(

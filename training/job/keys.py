@@ -63,16 +63,29 @@ def is_off(value: Any) -> bool:
     return all(part is None or part is False or part in ("", [], {}) for part in values)
 
 
+def no_setting(value: Any, key: str) -> Settings:
+    """Return nothing: the reading of a harmless key."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Beside:
-    """The reading of a harmless key, which only counts with another key of the file, its switch.
+    """The reading of a key that only counts with another key of the file, its switch.
 
     Without the switch it is refused: a setting without effect is a mistake.
     """
 
     switch: str
     why: str
-    """Why it changes nothing whatever the switch is."""
+    """Why it changes nothing without the switch, or whatever the switch is."""
+    read: Read = no_setting
+    """What it sets with the switch on."""
+    off: Any = None
+    """Value of the switch with which it sets nothing either."""
+
+    def beside(self, switch: Any) -> Read:
+        """Return the reading of the key beside this value of its switch."""
+        return no_setting if switch == self.off else self.read
 
     def __call__(self, value: Any, key: str) -> Settings:
         return {}
@@ -102,6 +115,11 @@ def whole(value: Any, key: str) -> int:
     if not result.is_integer() or result < 0:
         raise UserError(f"{key}: expected a whole number, 0 or more; found {value!r}.")
     return int(result)
+
+
+def clip_frames(value: Any, key: str) -> int | None:
+    """Return the frames of a clip; None for one frame, an image."""
+    return whole(value, key) if whole(value, key) > 1 else None
 
 
 def flag(value: Any, key: str) -> bool:
@@ -285,7 +303,8 @@ ONE_SCALE = "all images train the LoRA at its full strength"
 GUIDANCE_LOSS = "a loss at another guidance was not tried"
 TEXT_ENCODERS_LEAVE = "text encoders run once, before training, and as their file has them"
 NO_CONTROLS = "Graft makes no control images; put them into a folder and name it in control_path"
-NO_VIDEO = "images are trained, not videos or sound"
+CLIPS = "only clips have frames"
+NO_SOUND = "the sound of clips is not trained"
 TREAD = "token routing changes the network that is trained"
 
 ROOT_KEYS: Mapping[str, Read] = {
@@ -387,7 +406,7 @@ KEYS: Mapping[str, Read] = {
     "train.differential_guidance_scale": to("may.differential_guidance_scale", number),
     "train.do_guidance_loss": only(False, GUIDANCE_LOSS),
     "train.guidance_loss_target": Beside("train.do_guidance_loss", GUIDANCE_LOSS),
-    "train.audio_loss_multiplier": only(1, NO_VIDEO),
+    "train.audio_loss_multiplier": only(1, NO_SOUND),
     "train.max_loss": refused("a loss is not clipped; max_grad_norm limits what it changes"),
     "train.validation_config": refused("images are held out with Validation Settings, in the editor"),
     "train.loss_type": to("objective.loss", one_of(LOSS_NAMES)),
@@ -440,8 +459,8 @@ KEYS: Mapping[str, Read] = {
     "sample.sample_start_step": only(0, "samples are drawn from the first step on"),
     "sample.prompts": to("sample.prompts", lines),
     "sample.samples": samples,
-    "sample.num_frames": only(1, NO_VIDEO),
-    "sample.fps": Beside("sample.num_frames", NO_VIDEO),
+    "sample.num_frames": to("sample.frames", clip_frames),
+    "sample.fps": Beside("sample.num_frames", CLIPS, to("sample.fps", number), off=1),
     "sample.neg": to("sample.negative", text),
     "sample.seed": to("sample.seed", whole),
     "sample.walk_seed": to("sample.walk_seed", flag),
@@ -481,13 +500,15 @@ DATASET_KEYS: Mapping[str, Read] = {
     "control_path_1": to("may.references_1", text),
     "control_path_2": to("may.references_2", text),
     "control_path_3": to("may.references_3", text),
-    "num_frames": only(1, NO_VIDEO),
-    "do_i2v": only(False, NO_VIDEO),
-    "do_audio": only(False, NO_VIDEO),
-    "auto_frame_count": only(False, NO_VIDEO),
-    "shrink_video_to_frames": Beside("num_frames", NO_VIDEO),
-    "fps": Beside("num_frames", NO_VIDEO),
-    "audio_normalize": only(False, NO_VIDEO),
-    "audio_preserve_pitch": only(False, NO_VIDEO),
+    "num_frames": to("dataset.frames", clip_frames),
+    "do_i2v": Beside("num_frames", CLIPS, to("dataset_settings.first_frame", either(1.0, None)), off=1),
+    "do_audio": only(False, NO_SOUND),
+    "auto_frame_count": only(False, "every clip gives num_frames frames"),
+    "shrink_video_to_frames": Beside(
+        "num_frames", CLIPS, to("dataset_settings.clips", either("uniform", "head")), off=1
+    ),
+    "fps": Beside("num_frames", CLIPS, to("dataset_settings.fps", number), off=1),
+    "audio_normalize": only(False, NO_SOUND),
+    "audio_preserve_pitch": only(False, NO_SOUND),
 }
 """Key of an entry of datasets[] -> what it sets."""

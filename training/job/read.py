@@ -359,14 +359,16 @@ def _settings(
     """
     settings: Settings = dict(before or {})
     rows = list(flat(values, table, shown=where))
-    keys = {key for key, _, _ in rows}
+    given = {key: value for key, value, _ in rows}
     for key, value, read in rows:
         with _noted(refusals):
-            if isinstance(read, Beside) and read.switch not in keys and not is_off(value):
-                raise UserError(
-                    f"{where}{key}: {value!r} has no effect without {where}{read.switch}: {read.why}. "
-                    "Remove the key."
-                )
+            if isinstance(read, Beside):
+                if read.switch not in given and not is_off(value):
+                    raise UserError(
+                        f"{where}{key}: {value!r} has no effect without {where}{read.switch}: {read.why}. "
+                        "Remove the key."
+                    )
+                read = read.beside(given.get(read.switch))
             for target, setting in read(value, f"{where}{key}").items():
                 if setting is None:
                     continue

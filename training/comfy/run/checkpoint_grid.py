@@ -17,6 +17,8 @@ from ...run.plots import Column, loss_plot, sample_grid
 from ...run.saved_state import StateHandle
 from ...state import best_step
 from ...user_error import UserError
+from ..model.denoiser import ComfyDenoiser
+from .sample_model import require_same_layers
 from .samples import SamplePrompts, draw_samples
 
 LARGEST_HEIGHT = 512
@@ -63,12 +65,14 @@ def checkpoint_grid(
     on_progress: OnProgress,
 ) -> Image.Image:
     """Draw prompts from left to right, and checkpoints with each of their strengths from top to bottom.
-    `family` gives the guidance scale if the settings have none.
+    `family` gives the guidance scale if neither the settings nor their own model do.
 
     Draws at most `checkpoints` of those that the run of `handle` still has up to it, evenly spread and ending
     with the last one. A sample that does not fit into memory stays blank. Of a clip, the frame in the
     middle is shown.
     """
+    if settings.model is not None:
+        require_same_layers(settings.model, ComfyDenoiser(model), handle.adapter)
     run = Run.of(handle)
     handles = spread_evenly(Checkpoints(run).leading_to(handle) if run else [handle], checkpoints)
     for note in settings.notes(family):

@@ -26,6 +26,7 @@ from . import workers
 from .chart_run import added_inputs
 from .loader_faults import require_applied
 from .notes import family_in, model_file, run_notes, unseen_notes
+from .sample_model import require_same_layers
 from .samples import SamplePrompts, SampleWriter
 from .session import Show, show_run
 
@@ -111,6 +112,8 @@ class GraphRun:
         Raises as `run.execute` and `workers.train` do.
         """
         require_applied(self.config.adapter)
+        if self.prompts and self.prompts.model is not None:
+            require_same_layers(self.prompts.model, self.denoiser, self.config.adapter)
         workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
             return Checkpoints(Run(self.folder)).find_result(self.start, self.last, self.config)

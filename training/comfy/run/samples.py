@@ -39,6 +39,7 @@ from ..files.trained_lora import with_lora
 from ..model.edits import encode_edit
 from ..model.first_frame import give_first_frame
 from ..model.unload import unload
+from .notes import family_in
 from .sample_clips import save_clip
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
@@ -64,6 +65,10 @@ class SamplePrompts(SampleConfig):
     images: tuple[Tensor, ...] = field(default=(), repr=False)
     """Reference images, up to three IMAGEs: each a batch with one for every prompt, or one for all. A clip
     begins with the first IMAGE."""
+    model: Any = None
+    """The MODEL to draw with; None for the one that is trained."""
+    model_file: str = ""
+    """Name of its file, which may tell that it is distilled."""
 
     @property
     def references(self) -> list[list[Tensor]]:
@@ -105,12 +110,17 @@ class SamplePrompts(SampleConfig):
         audio_rows = getattr(self.vae, "extra_1d_channel", None) is not None
         return audio_rows or getattr(self.vae, "latent_dim", 2) == 1
 
-    def of(self, family: Family) -> SamplePrompts:
-        """Return the settings for a family: with its guidance scale, if none is set."""
-        return self if self.cfg else replace(self, cfg=family.cfg)
+    def drawn_by(self, trained: Family) -> Family:
+        """Return the family of the model that draws, `trained` where that is the one that is trained."""
+        return trained if self.model is None else family_in(self.model_file, self.model)
 
-    def notes(self, family: Family) -> list[str]:
-        """Return a sentence for each setting that harms samples of this family or has no effect on them."""
+    def of(self, trained: Family) -> SamplePrompts:
+        """Return the settings with the guidance scale of the model that draws, if none is set."""
+        return self if self.cfg else replace(self, cfg=self.drawn_by(trained).cfg)
+
+    def notes(self, trained: Family) -> list[str]:
+        """Return a sentence for each setting that harms samples or has no effect on them."""
+        family = self.drawn_by(trained)
         cfg, notes = self.of(family).cfg, []
         if cfg != 1 and family.cfg == 1:
             notes.append(
@@ -141,7 +151,7 @@ class SampleWriter:
 
     settings: SamplePrompts
     model: Any
-    """The MODEL that the LoRA is trained on."""
+    """The MODEL that the LoRA is trained on; it draws unless the settings have another."""
     family: Family
     folder: Path
     """Samples are saved as `folder`/step-<n>-<index of the prompt>.png, clips as .webp and .mp4."""
@@ -226,12 +236,14 @@ def draw_samples(
     """Yield one image or the frames of a clip per prompt, drawn with the LoRA of `state`; None if memory runs
     out.
     """
-    settings = settings.of(family)
-    patched, clip = with_lora(model, settings.clip, state, family, strength)
+    settings, drawn_by = settings.of(family), settings.drawn_by(family)
+    patched, clip = with_lora(
+        model if settings.model is None else settings.model, settings.clip, state, family, strength
+    )
     seed = settings.seed + (state.step if settings.walk_seed else 0)
     for prompt, references in zip(settings.prompts, settings.references, strict=True):
         text = prompt.replace("[trigger]", literal(trigger))
-        yield _draw_prompt(settings, patched, clip, Prompt(text, references, family), seed)
+        yield _draw_prompt(settings, patched, clip, Prompt(text, references, drawn_by), seed)
 
 
 @dataclass(frozen=True)
