@@ -132,6 +132,7 @@ LAYOUTS = {
         0.02,
     ),
     "mxfp8": ("TensorCoreMXFP8Layout", {}, 0.1),
+    "nvfp4": ("TensorCoreNVFP4Layout", {}, 0.25),
 }
 """Name -> layout of a file, its options, and the error of gradients when it is multiplied as it is."""
 
