@@ -40,7 +40,7 @@ def is_faster(format: str, device: torch.device) -> bool:
     name = comfy.model_management.get_torch_device_name(device)
     key = f"{format}, {name}, torch {torch.__version__}"
     known: dict[str, bool] = {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         known = dict(json.loads(file.read_text(encoding="utf-8")))
     if not isinstance(known.get(key), bool):
         known[key] = _measure(format, device)
