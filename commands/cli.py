@@ -28,7 +28,7 @@ COMMANDS = {
     "convert": "convert a LoRA between layouts and number formats",
     "inspect": "show what a LoRA file holds",
     "plan": "estimate the memory of a run on a GPU, without training",
-    "clean": "remove what no run has used for a while from the cache",
+    "clean": "remove what has not been used for a while from the cache; list and delete runs",
     "bench": "measure Graft on this machine: speed, memory, learning",
 }
 """Name -> what it does. Its module here has the same name, with underscores."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -12,12 +11,11 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
-import yarl
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 import graft
 from graft.tests.support.opened_files import watched
+from graft.tests.support.routes import ask
 from graft.training.comfy import paths
 from graft.training.comfy.run import routes as server
 from graft.training.comfy.run import session
@@ -46,23 +44,6 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "output" / "secret.png").write_text("secret")
     (tmp_path / "log.jsonl").write_text('{"step": 1, "secret": 1}\n')
     return folder
-
-
-def ask(*questions, method="get", **body):
-    """Return (status, body) of each question to the routes."""
-
-    async def asking():
-        app = web.Application()
-        app.add_routes(server.routes())
-        async with TestClient(TestServer(app)) as client:
-            return [await _answer(client, method, question, **body) for question in questions]
-
-    return asyncio.run(asking())
-
-
-async def _answer(client, method, question, **body):
-    async with client.request(method, yarl.URL(question, encoded=True), **body) as answer:
-        return answer.status, await answer.read()
 
 
 def get(question):

@@ -21,8 +21,11 @@ from torch import Tensor
 from ..log import log
 from ..user_error import UserError
 
-KINDS = ("latents", "masks", "text")
+THUMBNAILS = "thumbnails"
+"""Folder of the small pictures that the editor shows (`thumbnail.py`), beside what is encoded."""
+KINDS = ("latents", "masks", "text", THUMBNAILS)
 _TEMPORARY = ".tmp"
+_FILES = (".safetensors", ".jpg", _TEMPORARY)
 _DAY = 24 * 3600.0
 
 
@@ -35,6 +38,13 @@ class CacheReport:
 
     def __str__(self) -> str:
         return f"{self.files} files, {self.bytes / 1e6:.1f} MB"
+
+
+def note_use(path: str | os.PathLike[str]) -> None:
+    """Date a file of the cache to now, once a day: `clean` goes by the last use."""
+    if time.time() - os.stat(path).st_mtime > _DAY:
+        with suppress(OSError):  # another user's, or a folder that cannot be written
+            os.utime(path)
 
 
 class Store:
@@ -58,9 +68,7 @@ class Store:
         try:
             with safe_open(path, framework="pt"):
                 pass
-            if time.time() - os.stat(path).st_mtime > _DAY:
-                with suppress(OSError):  # another user's, or a folder that cannot be written
-                    os.utime(path)  # `clean` goes by the date of the last use
+            note_use(path)
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError, ValueError) as error:
@@ -134,4 +142,4 @@ class Store:
         for kind in KINDS:
             for parent in sorted((self.folder / kind).glob("[0-9a-f][0-9a-f]")):
                 with os.scandir(parent) as entries:
-                    yield from (e for e in entries if e.name.endswith((".safetensors", _TEMPORARY)))
+                    yield from (e for e in entries if e.name.endswith(_FILES))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..files.whole_file import whole_file
 from .image import Pixels, image_from_array, read_image
+from .store import THUMBNAILS, note_use
 
 SIDE = 320
 """Longest side in pixels."""
-FOLDER = "thumbnails"
 
 
 def thumbnail(path: Path, cache: Path) -> Path:
@@ -27,13 +27,14 @@ def thumbnail(path: Path, cache: Path) -> Path:
     info = path.stat()
     text = f"{os.path.abspath(path)}\0{info.st_size}\0{info.st_mtime_ns}\0{SIDE}"
     name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    kept = cache / FOLDER / name[:2] / f"{name}.jpg"
+    kept = cache / THUMBNAILS / name[:2] / f"{name}.jpg"
     if not kept.is_file():
         image = read_image(path, side=2 * SIDE)
         drawn = _jpeg(image.crop((0, 0, *image.size), _small(image.size)))
         kept.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(kept) as temporary:
             temporary.write_bytes(drawn)
+    note_use(kept)
     return kept
 
 

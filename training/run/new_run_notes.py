@@ -40,23 +40,30 @@ def new_run_notes(run: Run, config: TrainConfig, start: StateHandle | None, last
             return []
         return [
             f"this is a new run, not more steps of {other.folder.name} (step {reached[-1]}): "
-            f"{describe_differences(_read(other), _flat(config))}. To go on from there, load that name with "
-            "Load Training State and connect it to start."
+            f"{describe_differences(read_settings(other), _flat(config))}. To go on from there, load that "
+            "name with Load Training State and connect it to start."
         ]
     return []
 
 
 def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a sentence of the settings that changed, or one that the difference lies elsewhere."""
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    listed = [f"{name} is {now[name]!r}, was {before[name]!r}" for name in changed[:SHOWN]]
+    changed = changed_settings(before, now)
+    listed = [f"{name} is {value!r}, was {old!r}" for name, old, value in changed[:SHOWN]]
     if len(changed) > SHOWN:
         listed.append(f"{len(changed) - SHOWN} more settings differ")
     return "; ".join(listed) or "the images, their captions, the base model or the start are different"
 
 
-def _read(run: Run) -> dict[str, Any]:
-    """Return the settings of a run; none if an older Graft wrote them in another form."""
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (setting, value before, value now) of each setting that both have and that differs."""
+    return [(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
+
+
+def read_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that decide a run's result, flat: {"optimizer.lr": ...}; none if an older Graft
+    wrote them in another form.
+    """
     with suppress(OSError, ValueError):
         return _flat(from_dict(TrainConfig, read_object(run.folder / "config.json")))
     return {}

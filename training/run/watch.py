@@ -35,6 +35,9 @@ AWAY_SECONDS = 45.0
 
 RETRY_SECONDS = 3.0
 
+SAVE = "save"
+"""What `on_step` returns to have this step saved, with its LoRA, and kept."""
+
 
 class DiskFull(FileError):
     """The disk has no room for the next checkpoint; what was trained is saved."""
@@ -87,6 +90,8 @@ class Watch:
         raise_if_asked()
         outcome = self.on_step(progress, handles)
         self.stopped = outcome == STOP
+        if outcome == SAVE:
+            self.save_on_request()
         return outcome
 
     def is_due(self, progress: Progress) -> bool:
@@ -100,6 +105,14 @@ class Watch:
         except OSError as error:
             self.saved_at = time.monotonic()
             log.warning("%s could not be saved (%s); training goes on.", self.run.folder, error)
+
+    def save_on_request(self) -> None:
+        """Save this step and pin it; write its LoRA whatever the settings are."""
+        self.try_to_save()
+        if self.saved and self.saved.step == self.step:
+            self.checkpoints.pin(self.saved)
+            if not self.run.lora(self.step).exists():
+                save_lora(self.run, self.saved.load(), self.family)
 
     def save_at_end(self) -> None:
         """Save, waiting for a drive that is away: what was trained since the last save is nowhere else.

@@ -1,13 +1,14 @@
-"""How the routes of datasets answer: to pages of this server only, and to errors with their reason."""
+"""How Graft's routes answer: to pages of this server only, and to errors with their reason."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -21,7 +22,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-_threads = ThreadPoolExecutor(2, "graft-dataset")
+_threads = ThreadPoolExecutor(2, "graft-routes")
 """Few, as a run may be training beside them; not ComfyUI's own, so that its other routes need not wait."""
 
 
@@ -67,3 +68,16 @@ def is_same_origin(request: web.Request) -> bool:
 
 def refused(reason: str, status: int) -> web.Response:
     return web.json_response({"error": readable(reason)}, status=status)
+
+
+async def read_json(request: web.Request) -> Mapping[str, Any]:
+    """Return the object that a page sent. A form of another site cannot have this type."""
+    if request.content_type != "application/json":
+        raise UserError("send JSON.")
+    try:
+        asked = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON ({type(error).__name__}).") from error
+    if not isinstance(asked, dict):
+        raise UserError("not a JSON object.")
+    return asked

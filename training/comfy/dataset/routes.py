@@ -6,7 +6,6 @@ or a thumbnail in Graft's cache folder.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from ...data.thumbnail import thumbnail, thumbnail_of
 from ...data.upload import TAKEN
 from ...user_error import UserError
 from .. import paths
-from .answers import guarded, in_thread
+from .answers import guarded, in_thread, read_json
 from .folders import folder_to_read, image_in, key_of, name_of, require_writable
 from .in_memory import known_set
 from .upload import take_file
@@ -51,7 +50,7 @@ async def dataset(request: web.Request) -> web.Response:
 
     That is a graph in API form and its Load Dataset; or {set} is the word of a dataset that a graph made.
     """
-    asked = await _json(request)
+    asked = await read_json(request)
     limits = {"largest": round(args.max_upload_size * 2**20), "taken": TAKEN}
     if "set" in asked:
         images = known_set(str(asked["set"]))
@@ -122,7 +121,7 @@ _HEADERS = {
 
 async def write(request: web.Request) -> web.Response:
     """Write the caption of {prompt, node, key, text, before}, and answer {caption}, as it is read again."""
-    asked = await _json(request)
+    asked = await read_json(request)
     name, config = _folder_and_config(asked)
     text, before, key = (str(asked.get(part, "")) for part in ("text", "before", "key"))
 
@@ -133,19 +132,6 @@ async def write(request: web.Request) -> web.Response:
         return {"caption": write_caption(folder, image, text, before, config)}
 
     return web.json_response(await in_thread(written))
-
-
-async def _json(request: web.Request) -> Mapping[str, Any]:
-    """Return the object that a page sent. A form of another site cannot have this type."""
-    if request.content_type != "application/json":
-        raise UserError("send JSON.")
-    try:
-        asked = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON ({type(error).__name__}).") from error
-    if not isinstance(asked, dict):
-        raise UserError("not a JSON object.")
-    return asked
 
 
 def _folder_and_config(asked: Mapping[str, Any]) -> tuple[str, DatasetConfig]:

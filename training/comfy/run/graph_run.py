@@ -20,6 +20,7 @@ from ...run.folder import Run
 from ...run.new_run_notes import new_run_notes
 from ...run.queued import note_queued, run_settings
 from ...run.saved_state import StateHandle
+from ...run.watch import SAVE
 from .. import paths
 from ..model.denoiser import ComfyDenoiser
 from . import workers
@@ -27,8 +28,9 @@ from .chart_run import added_inputs
 from .loader_faults import require_applied
 from .notes import family_in, model_file, run_notes, unseen_notes
 from .sample_model import require_same_layers
+from .run_graph import note_graph
 from .samples import SamplePrompts, SampleWriter
-from .session import Show, show_run
+from .session import Show, show_run, take_request
 
 
 @dataclass(frozen=True)
@@ -117,27 +119,31 @@ class GraphRun:
         workers.require_same_run(self.node.id, self.folder.name)
         if workers.trained_before(self.node.id):
             return Checkpoints(Run(self.folder)).find_result(self.start, self.last, self.config)
+        name = paths.run_name(self.folder)
         with show_run(
-            paths.run_name(self.folder),
+            name,
             first=self.first,
             last=self.last,
             node_id=self.node.id,
             workflow=self.node.workflow,
             settings=self.node.settings,
+            can=self._can,
         ) as show:
             steps = self._train_in_workers(show) if self._needs_workers else self.steps
             samples = self._sample_writer()
 
             def on_start(states: States) -> None:
                 note_queued(self.folder, self.node.settings, self.last)
+                note_graph(self.folder, self.node.id, self.node.prompt, self.node.extra.get("workflow"))
                 if samples:
                     samples.on_start(states)
 
             def on_step(progress: Progress, handles: Handles) -> str | None:
-                outcome = show(progress)
-                if samples and outcome != STOP:
-                    samples.draw_if_due(progress.step, handles)
-                return outcome
+                if show(progress) == STOP:
+                    return STOP
+                if samples:
+                    samples.draw_if_due(progress.step, handles, now=take_request(name, "draw"))
+                return SAVE if take_request(name, "save") else None
 
             return execute(
                 Run(paths.own_folder(self.folder), self.saving, self.tensorboard),
@@ -153,6 +159,13 @@ class GraphRun:
                 ),
                 validation=self.validation,
             )
+
+    @property
+    def _can(self) -> tuple[str, ...]:
+        """What this run does on request: nothing where other processes train it."""
+        if self._needs_workers:
+            return ()
+        return ("draw", "save") if self.prompts and not self.prompts.is_sound else ("save",)
 
     @property
     def _needs_workers(self) -> bool:

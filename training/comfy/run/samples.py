@@ -183,9 +183,10 @@ class SampleWriter:
                 listed,
             )
 
-    def draw_if_due(self, step: int, handles: Handles) -> None:
-        """Draw the set of `step`, if one is due."""
-        if not self.settings.is_sound and self.settings.every and step % self.settings.every == 0:
+    def draw_if_due(self, step: int, handles: Handles, *, now: bool = False) -> None:
+        """Draw the set of `step`, if one is due or asked for `now`."""
+        due = bool(self.settings.every) and step % self.settings.every == 0
+        if not self.settings.is_sound and (due or now):
             with handles.give_base_back():
                 self.draw(handles.state(), range(len(self.settings.prompts)))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import comfy.model_management
@@ -14,8 +14,15 @@ import comfy.utils
 from ...log import log
 from ...loop import STOP, Progress
 from ...run.run_log import describe
+from ...user_error import UserError
 from ..progress import EVENTS_A_SECOND
 from ..versions import running_server
+
+CANNOT = {
+    "draw": "This run has no Sample Prompts: connect them to Train Steps, Cancel and run the graph again.",
+    "save": "This run is trained by several processes, which save as Checkpoint Settings say.",
+}
+"""Why a run does not do what it is asked for."""
 
 Show = Callable[[Progress], str | None]
 """Shows a step that was done, here or in another process; returns STOP to end the run."""
@@ -38,6 +45,10 @@ class LiveRun:
     """Digest of the settings it was queued with."""
     running: bool = True
     finishing: bool = False
+    can: list[str] = field(default_factory=list)
+    """What it does on request before its next step: "draw" samples, "save"."""
+    asked: list[str] = field(default_factory=list)
+    """What of that it was asked for and has not begun."""
 
 
 _runs: dict[str, LiveRun] = {}
@@ -58,6 +69,27 @@ def request_finish(run: str) -> bool:
     return True
 
 
+def request_now(run: str, what: str) -> None:
+    """Ask the run in output/graft/<run> to "draw" or "save" after its current step. Raises UserError if it is
+    not training, or cannot.
+    """
+    live = _runs.get(run)
+    if live is None or not live.running:
+        raise UserError(f"{run} is not being trained now.")
+    if what not in live.can:
+        raise UserError(CANNOT.get(what, f"a run cannot {what}."))
+    live.asked.append(what)
+
+
+def take_request(run: str, what: str) -> bool:
+    """Return whether the run was asked for this since the last call."""
+    asked = _runs[run].asked
+    if what not in asked:
+        return False
+    asked[:] = [each for each in asked if each != what]
+    return True
+
+
 @contextmanager
 def show_run(
     run: str,
@@ -67,6 +99,7 @@ def show_run(
     node_id: str | None = None,
     workflow: str | None = None,
     settings: str = "",
+    can: Sequence[str] = (),
 ) -> Iterator[Show]:
     """Yield the function that shows each step of a run from step `first` to step `last`.
 
@@ -75,7 +108,7 @@ def show_run(
     """
     bar = comfy.utils.ProgressBar(last - first, node_id=node_id)
     _runs.pop(run, None)
-    live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first, settings)
+    live = _runs[run] = LiveRun(run, node_id, workflow, first, last, first, settings, can=list(can))
     logged = sent = 0.0
 
     def show(progress: Progress) -> str | None:
@@ -99,6 +132,7 @@ def show_run(
         yield show
     finally:
         live.running = live.finishing = False
+        live.asked.clear()
         _send_run(live)
 
 
