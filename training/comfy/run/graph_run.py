@@ -27,8 +27,8 @@ from . import workers
 from .chart_run import added_inputs
 from .loader_faults import require_applied
 from .notes import family_in, model_file, run_notes, unseen_notes
-from .sample_model import require_same_layers
 from .run_graph import note_graph
+from .sample_model import require_same_layers
 from .samples import SamplePrompts, SampleWriter
 from .session import Show, show_run, take_request
 
