@@ -14,6 +14,7 @@ from ..training.comfy.dataset.in_memory import remember_set
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.model.encoder import ComfyEncoder
 from ..training.comfy.progress import progress_bar, raise_if_cancelled
+from ..training.comfy.run.notes import family_in, model_file
 from ..training.data.config import BESIDE, DatasetConfig, SplitConfig
 from ..training.user_error import UserError
 from .node import Files, Node
@@ -252,12 +253,13 @@ class EncodeDataset(Node):
                 ),
             ],
             outputs=[Dataset.Output("dataset_encoded", display_name="dataset")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
     def execute(cls, dataset: Any, model: Any, clip: Any, vae: Any, encode_again: bool) -> io.NodeOutput:
-        denoiser = ComfyDenoiser(model)
-        encoder = ComfyEncoder(vae, clip, denoiser.family, denoiser)
+        family = family_in(model_file(cls.hidden.prompt, cls.hidden.unique_id), model)
+        encoder = ComfyEncoder(vae, clip, family, ComfyDenoiser(model))
         with progress_bar() as on_progress:
             encoded = data.encode(
                 require_images(dataset),

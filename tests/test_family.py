@@ -37,6 +37,21 @@ def test_other_names_say_nothing(file):
     assert family_of("SDXL", file=f"{file}.safetensors") == FAMILIES["SDXL"]
 
 
+@pytest.mark.parametrize(
+    ("file", "node"),
+    [
+        ("qwen_image_edit_fp8_e4m3fn", "TextEncodeQwenImageEdit"),
+        ("Qwen-Image-Edit-Q4_K_M", "TextEncodeQwenImageEdit"),
+        ("qwen_image_edit_2509_fp8", "TextEncodeQwenImageEditPlus"),
+        ("Qwen-Image-Edit-Plus", "TextEncodeQwenImageEditPlus"),
+        ("qwen_image_bf16", "TextEncodeQwenImageEditPlus"),
+        ("", "TextEncodeQwenImageEditPlus"),
+    ],
+)
+def test_the_first_qwen_image_edit_is_told_by_its_file(file, node):
+    assert family_of("QwenImage", file=file).references == node
+
+
 def test_an_architecture_is_told_by_its_paths_and_koala_by_its_levels():
     level = {2: "unet1", 3: "unet"}
     for block, row in level.items():

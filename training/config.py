@@ -483,7 +483,7 @@ class ObjectiveConfig:
         "own.",
         high=20,
     )
-    resolution_shift: Literal["auto", "none", "flux", "sd3"] = setting(
+    resolution_shift: Literal["auto", "none", "flux", "sd3", "ltx"] = setting(
         "auto", "How the shift grows with the image size; auto is the model's own where shift is 0."
     )
     mean: float = setting(

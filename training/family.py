@@ -8,6 +8,7 @@ a model trains, saves and loads under ComfyUI's own names.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,8 @@ class Family:
     references: str = "ReferenceLatent"
     """Stock node that gives the model reference images: a row of ENCODERS in comfy/model/edits.py. A model
     that does not see what the node adds takes none."""
+    references_by_file: Mapping[str, str] = field(default_factory=dict)
+    """Patterns in the name of the model's file, which alone tells some apart, -> the node for these."""
     reference_method: str = ""
     """Choice of FluxKontextMultiReferenceLatentMethod behind it; empty for the model's own."""
 
@@ -161,8 +164,9 @@ class Family:
         return {path for path in paths if any(fnmatchcase(path, glob) for glob in globs)}
 
     def tokens(self, shape: tuple[int, ...]) -> float:
-        """Return how many tokens latents of `shape` (..., H, W) have, which resolution shifts depend on."""
-        return shape[-1] * shape[-2] / self.patch**2
+        """Return how many tokens latents of `shape`, (B, C, H, W) or (B, C, frames, H, W), have, which
+        resolution shifts depend on."""
+        return math.prod(shape[2:]) / self.patch**2
 
 
 def family_of(
@@ -176,6 +180,8 @@ def family_of(
     row = VARIANTS[config_class](unet_config) if config_class in VARIANTS else config_class
     family = FAMILIES.get(row) or replace(GENERIC, name=config_class)
     file_words = re.sub(r"(?<=[a-z\d])(?=[A-Z])", " ", file).lower()  # also those of "sdxlTurbo"
+    for pattern, node in family.references_by_file.items():
+        family = replace(family, references=node) if re.search(pattern, file_words) else family
     match = re.search(rf"(?<![a-z])({'|'.join(DISTILLED)})(?![a-z])", file_words)
     return replace(family, notes=family.notes or (_distilled(match[1]),), cfg=1.0) if match else family
 
@@ -412,15 +418,13 @@ _LUMINA2 = Family(
 )
 
 _GENERIC_ROWS = {
-    **dict.fromkeys(("AuraFlow", "Anima", "ErnieImage"), "STABLE_DIFFUSION"),
-    **dict.fromkeys(("ACEStep", "ACEStep15"), "ACE"),
+    "AuraFlow": "STABLE_DIFFUSION",
+    "ACEStep15": "ACE",
     "Boogu": "BOOGU",
     "CogVideoX_T2V": "COGVIDEOX",
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosT2V"), "COSMOS"),
     "GenmoMochi": "MOCHI",
     "HunyuanDiT": "HUNYUAN_DIT",
-    "HunyuanImage21": "HUNYUAN_IMAGE",
-    "HunyuanVideo": "HUNYUAN_VIDEO",
     "Ideogram4": "IDEOGRAM4",
     "JoyImage": "JOYIMAGE",
     "Kandinsky5": "KANDINSKY5",
@@ -436,10 +440,29 @@ _GENERIC_ROWS = {
 }
 """Models that train as GENERIC does -> their CLIPType, by which their text encoder files are loaded."""
 
+_FLOW = replace(GENERIC, sigmas="logit-normal", own_shift=True)
+"""A flow model that peers train at logit-normal levels; each row's shift is that of the peer it names."""
+
 _WAN = replace(
-    GENERIC, name="WAN21_T2V", preset_modules={"WanAttentionBlock": ("blocks.*",)}, clip_type="WAN"
+    _FLOW,
+    name="WAN21_T2V",
+    preset_modules={"WanAttentionBlock": ("blocks.*",)},
+    shift=3.0,  # kohya-ss/musubi-tuner, docs/wan.md
+    clip_type="WAN",
+    arch=("wan21",),
 )
-_WAN_I2V = replace(_WAN, first_frame="nodes_wan.WanImageToVideo", needs_first_frame=True)
+_WAN_I2V = replace(_WAN, first_frame="nodes_wan.WanImageToVideo", needs_first_frame=True, arch=())
+_HUNYUAN = replace(_FLOW, name="HunyuanVideo", targets=_targets(_FLUX_ATTENTION, _FLUX_MLP))
+_LTXV = replace(
+    _FLOW,
+    name="LTXV",
+    targets=_targets(("transformer_blocks.*attn*",), ("transformer_blocks.*ff.*",)),
+    resolution_shift="ltx",
+    cfg=3.0,  # Lightricks/LTX-Video, configs
+    bucket_step=32,
+    patch=1,
+    clip_type="LTXV",
+)
 
 FAMILIES: Mapping[str, Family] = {
     "SD15": replace(_SD1, arch=("sd1", "sd15")),
@@ -475,7 +498,7 @@ FAMILIES: Mapping[str, Family] = {
     "SD35Large": replace(
         _SD3, name="SD3.5 Large", architecture="stable-diffusion-3-5-large", base_model="5-large"
     ),
-    "Flux": replace(_FLUX, arch=("flux", "flex1"), bypasses_guidance=True),
+    "Flux": replace(_FLUX, arch=("flux", "flex1", "flux_kontext"), bypasses_guidance=True),
     "FluxInpaint": replace(_FLUX, name="Flux.1 Fill", caption=None, inpaints=True),
     "FluxSchnell": replace(
         _FLUX,
@@ -536,6 +559,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         preset_modules={"QwenImageTransformerBlock": ("transformer_blocks.*",)},
         references="TextEncodeQwenImageEditPlus",
+        references_by_file={r"edit(?!.*(plus|25\d\d))": "TextEncodeQwenImageEdit"},
         sigmas="logit-normal",
         shift=2.2,
         key_prefix="",
@@ -543,7 +567,7 @@ FAMILIES: Mapping[str, Family] = {
         layer_sign=r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)",
         clip_type="QWEN_IMAGE",
         caption=Caption(256, 3584),
-        arch=("qwen_image",),
+        arch=("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"),
         own_shift=True,
     ),
     "HiDream": Family(
@@ -561,22 +585,51 @@ FAMILIES: Mapping[str, Family] = {
         arch=("hidream",),
     ),
     "WAN21_T2V": _WAN,
-    "WAN21_I2V": replace(_WAN_I2V, name="WAN21_I2V"),
+    "WAN21_I2V": replace(_WAN_I2V, name="WAN21_I2V", arch=("wan21_i2v",)),
     "WAN22_I2V": replace(_WAN_I2V, name="WAN22_I2V"),
     "WAN22_T2V": replace(
-        _WAN, name="WAN22_T2V", bucket_step=32, first_frame="nodes_wan.Wan22ImageToVideoLatent"
+        _WAN,
+        name="WAN22_T2V",
+        bucket_step=32,
+        first_frame="nodes_wan.Wan22ImageToVideoLatent",
+        arch=("wan22_5b",),
     ),
+    "HunyuanVideo": replace(_HUNYUAN, shift=7.0, clip_type="HUNYUAN_VIDEO"),  # musubi-tuner, docs
     "HunyuanVideo15": replace(
-        GENERIC,
+        _HUNYUAN,
         name="HunyuanVideo15",
+        shift=2.0,  # musubi-tuner, docs/hunyuan_video_1_5.md, cfg too
+        cfg=6.0,
         clip_type="HUNYUAN_VIDEO_15",
         first_frame="nodes_hunyuan.HunyuanVideo15ImageToVideo",
     ),
-    "LTXV": replace(
-        GENERIC, name="LTXV", clip_type="LTXV", bucket_step=32, first_frame="nodes_lt.LTXVImgToVideo"
+    "HunyuanImage21": replace(  # tdrussell/diffusion-pipe: logit-normal, no shift
+        _HUNYUAN, name="HunyuanImage21", bucket_step=32, clip_type="HUNYUAN_IMAGE"
+    ),
+    "LTXV": replace(_LTXV, first_frame="nodes_lt.LTXVImgToVideo"),
+    "LTXAV": replace(_LTXV, name="LTXAV", arch=("ltx2",)),
+    "ACEStep": replace(_FLOW, name="ACEStep", shift=3.0, clip_type="ACE"),  # ace-step/ACE-Step, trainer.py
+    "Anima": replace(
+        _FLOW,
+        name="Anima",
+        # Without the adapter of the text: Nerogar/OneTrainer, presets; tdrussell/diffusion-pipe, docs.
+        targets=_targets(("blocks.*_attn.*",), ("blocks.*.mlp.*",)),
+        clip_type="STABLE_DIFFUSION",
+        arch=("anima",),
+    ),
+    "ErnieImage": replace(  # OneTrainer's presets
+        _FLOW, name="ErnieImage", clip_type="STABLE_DIFFUSION", arch=("ernie_image",)
+    ),
+    "Krea2": replace(
+        _FLOW,
+        name="Krea2",
+        shift=2.5,  # musubi-tuner, docs/krea2.md, cfg too
+        cfg=5.5,
+        reference_method="index",
+        clip_type="KREA2",
+        arch=("krea2",),
     ),
     **{name: replace(GENERIC, name=name, clip_type=clip_type) for name, clip_type in _GENERIC_ROWS.items()},
-    "Krea2": replace(GENERIC, name="Krea2", clip_type="KREA2", reference_method="index"),
 }
 """By the class name of ComfyUI's model config (`comfy.supported_models`), or the name VARIANTS gives."""
 

@@ -58,7 +58,7 @@ INEFFECTIVE = (
     Ineffective(("beta2",), {"optimizer": ("adafactor", "muon", "sgd")}),
     Ineffective(("eps",), {"optimizer": ("adafactor", "came", "lion", "lion8bit", "muon", "sgd")}),
     Ineffective(("ema_power",), {"ema_decay": (0.0,)}),
-    Ineffective(("shift",), {"resolution_shift": ("flux",)}),
+    Ineffective(("shift",), {"resolution_shift": ("flux", "ltx")}),
     Ineffective(("mean",), {"sigmas": other_than("logit-normal")}),
     Ineffective(("std",), {"sigmas": other_than("logit-normal", "sigmoid")}),
     Ineffective(("mode_scale",), {"sigmas": other_than("mode")}),

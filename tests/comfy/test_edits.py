@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from comfy_extras.nodes_edit_model import ReferenceLatent
-from comfy_extras.nodes_qwen import TextEncodeQwenImageEditPlus
+from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit, TextEncodeQwenImageEditPlus
 from PIL import Image
 from torch.nn import functional as F
 
@@ -21,6 +21,7 @@ from graft.training.comfy.model.conditioning import read_conditioning
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder
 from graft.training.comfy.run import samples as samples_module
+from graft.training.comfy.run.notes import family_in
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from graft.training.data import BucketConfig, DatasetConfig, MaskConfig, encode, scan
 from graft.training.loop import initial_state, train
@@ -134,11 +135,29 @@ def stock_qwen(clip, vae, caption, image):
     return TextEncodeQwenImageEditPlus.execute(clip, caption, vae, image).result[0]
 
 
+def stock_first_qwen(clip, vae, caption, image):
+    return TextEncodeQwenImageEdit.execute(clip, caption, vae, image).result[0]
+
+
+def stock_z_image(clip, vae, caption, image):
+    nodes_zimage = pytest.importorskip("comfy_extras.nodes_zimage", reason="newer than this ComfyUI")
+    return nodes_zimage.TextEncodeZImageOmni.execute(clip, caption, vae=vae, image1=image).result[0]
+
+
 @pytest.mark.parametrize(
-    "name, node", [("flux", stock_reference), ("flux2", stock_reference), ("qwen", stock_qwen)]
+    "name, node, file",
+    [
+        ("flux", stock_reference, "flux1-kontext-dev"),
+        ("flux2", stock_reference, ""),
+        ("qwen", stock_qwen, "qwen_image_edit_2511"),
+        ("qwen", stock_first_qwen, "qwen_image_edit"),
+        ("zimage", stock_z_image, ""),
+    ],
 )
-def test_a_step_on_a_pair_sees_what_the_stock_nodes_give_the_sampler(name, node, pairs):
-    tiny, denoiser = EDITS[name], ComfyDenoiser(EDITS[name]())
+def test_a_step_on_a_pair_sees_what_the_stock_nodes_give_the_sampler(name, node, file, pairs):
+    tiny = TINY[name]
+    denoiser = ComfyDenoiser(tiny())
+    denoiser.family = family_in(file, denoiser.patcher)
     batch = encoded(pairs, tiny, denoiser).sample(1)
     stock = node(FakeClip(tiny), FakeVae(tiny), "caption b", pixels_of(pairs / "sources" / "b.png"))
     sampled = sampled_arguments(denoiser, tiny, stock, latents(tiny, 1)[None])

@@ -39,6 +39,12 @@ def test_it_trains_whole_and_alike_with_checkpointing_and_without(name, caplog):
     assert all(torch.equal(again.weights[key], tensor) for key, tensor in state.weights.items())
 
 
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "cascade"])
+def test_sides_of_images_are_multiples_of_what_the_vae_takes(name):
+    denoiser = built(name)
+    assert denoiser.family.bucket_step % denoiser.pixels_per_cell == 0
+
+
 @pytest.mark.parametrize("name", ["wan", "hydit", "stable_audio"])
 def test_latents_of_another_kind_of_vae_are_refused_by_name(name):
     tiny = OTHERS[name]

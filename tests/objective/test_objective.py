@@ -131,6 +131,11 @@ def test_shift_is_esser_2024_eq_23_and_undone_by_its_inverse():
     torch.testing.assert_close(sigmas.shift_timesteps(sigmas.shift_timesteps(U, 3.0), 1 / 3), U)
 
 
+@pytest.mark.parametrize("tokens, mu", [(1024, 0.95), (2560, 1.5), (4096, 2.05), (9000, 2.05)])
+def test_ltx_shifts_by_exp_mu_linear_in_the_tokens_up_to_4096(tokens, mu):
+    assert shift_for(tokens, ObjectiveConfig(resolution_shift="ltx"), FAMILY) == pytest.approx(math.exp(mu))
+
+
 @pytest.mark.parametrize("tokens, mu", [(256, 0.5), (4096, 1.15), (1024, 0.63)])
 def test_flux_shifts_by_exp_mu_linear_in_the_tokens(tokens, mu):
     assert shift_for(tokens, ObjectiveConfig(resolution_shift="flux"), FAMILY) == pytest.approx(math.exp(mu))

@@ -127,6 +127,14 @@ def flux_shift(tokens: float) -> float:
     return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
 
 
+def ltx_shift(tokens: float) -> float:
+    """exp(mu), mu linear in the number of tokens: 0.95 at 1024, 2.05 at 4096, and no more beyond.
+
+    Lightricks/LTX-2, ltx_trainer/timestep_samplers.py, which mixes in other levels to go further.
+    """
+    return math.exp(0.95 + (2.05 - 0.95) * (min(tokens, 4096) - 1024) / (4096 - 1024))
+
+
 def sd3_shift(shift: float, tokens: float) -> float:
     """shift * sqrt(m / n): m tokens look as noisy as n = 4096 (1024x1024 pixels) at `shift`.
 
@@ -177,5 +185,6 @@ RESOLUTION_SHIFTS: Mapping[str, Callable[[float, float], float]] = {
     "none": lambda shift, tokens: shift,
     "flux": lambda shift, tokens: flux_shift(tokens),
     "sd3": sd3_shift,
+    "ltx": lambda shift, tokens: ltx_shift(tokens),
 }
-"""Name -> (shift, tokens) -> shift at that size. "flux" depends on the size alone."""
+"""Name -> (shift, tokens) -> shift at that size. "flux" and "ltx" depend on the size alone."""

@@ -58,7 +58,10 @@ def _qwen_edit_plus(clip: Any, vae: Any, caption: str, images: Sequence[Tensor])
 
 def _qwen_edit(clip: Any, vae: Any, caption: str, images: Sequence[Tensor]) -> Any:
     if len(images) > 1:
-        raise UserError(f"TextEncodeQwenImageEdit takes one reference image, got {len(images)}.")
+        raise UserError(
+            f"references: the first Qwen-Image-Edit, as the model's file is named, takes one image, got "
+            f"{len(images)}; leave one, or load Qwen-Image-Edit-2509 or later."
+        )
     return comfy_extras.nodes_qwen.TextEncodeQwenImageEdit.execute(clip, caption, vae, images[0]).result[0]
 
 
