@@ -157,11 +157,35 @@ def test_a_share_of_the_references_is_dropped_and_drawn_anew_each_time(pairs):
 
 
 def test_what_changes_an_image_and_not_its_references_is_refused():
-    for change in ({"flip": True}, {"crop": "random"}, {"hue": 0.1}):
+    for change in ({"crop": "random"}, {"hue": 0.1}):
         with pytest.raises(UserError, match="changes an image and not its references"):
             config(augment=AugmentConfig(**change))
     with pytest.raises(UserError, match="references: 4 folders; at most 3"):
         config("a", "b", "c", "d")
+
+
+class Doubles(EditEncoder):
+    """Gives the model each reference's own latents."""
+
+    def encode_edit(self, caption, references):
+        return {**self.encode_text(caption), "reference_latents": [*map(self.encode_image, references)]}
+
+
+def test_a_mirrored_image_has_its_references_mirrored(tmp_path):
+    for name in ("targets", "sources"):
+        add(tmp_path / name, "a.png", "a", picture(64, 64, seed=3))
+    changes = {"augment": AugmentConfig(flip=True), "caption": CaptionConfig(dropout=0.5)}
+    data, again = encoded(tmp_path, Doubles(), **changes), Doubles()
+    seen = set()
+    for index in range(40):
+        batch = data.batch(1, seed=0, index=index)
+        [reference] = batch.conditioning[0]["reference_latents"]
+        assert torch.equal(reference, batch.latents)
+        seen.add((*batch.captions, *batch.latents.flatten().tolist()))
+    assert len(seen) == 4  # with its caption and without, mirrored and not
+    assert encoded(tmp_path, again, **changes).fingerprint == data.fingerprint and again.calls == (0, 0)
+    bare = encoded(tmp_path, Doubles(), reference_dropout=1.0, **changes).batch(1, seed=0, index=0)
+    assert not references_of(bare)
 
 
 def test_images_of_the_graph_have_lists_of_references(tmp_path):

@@ -24,7 +24,7 @@ from ..user_error import UserError
 from .caption import preserved_texts
 from .conditioning import unpack
 from .config import SplitConfig
-from .index import NO_KEY, Index, SourceRules
+from .index import NO_KEY, Index, SourceRules, mirror_key
 from .order import Order
 from .samples import ImageSet, Skipped
 from .slider import find_other_ends
@@ -237,7 +237,22 @@ class EncodedDataset:
         places = list(zip(samples.tolist(), texts.tolist(), has_caption, has_references))
         keys = [at.text_key(s, t, has_caption=c, has_references=r) for s, t, c, r in places]
         captions = [self._caption(s, t) if c else "" for s, t, c, _ in places]
-        return Choice(entries, _pick(at.view_start, entries, view_draws), keys, rules, captions)
+        views = _pick(at.view_start, entries, view_draws)
+        mirrored = self._has_mirrored_references(entries, views)
+        keys = [
+            mirror_key(key) if mirror and pair else key
+            for key, mirror, pair in zip(keys, mirrored, has_references, strict=True)
+        ]
+        return Choice(entries, views, keys, rules, captions)
+
+    def _has_mirrored_references(self, entries: Entries, views: NDArray[np.int64]) -> list[bool]:
+        """Return for each sample whether its view, and so its references, are mirrored: every second one."""
+        sources = [self.images.sources[i] for i in self.index.source[self.index.sample[entries]]]
+        places = (views - self.index.view_start[entries]).tolist()
+        return [
+            bool(place % 2 and source.config.augment.flip and (source.references or source.reference_pixels))
+            for place, source in zip(places, sources, strict=True)
+        ]
 
     def _without_first_frame(self, chosen: Choice, seed: int, index: int) -> list[int]:
         """Return the places in a batch of clips that are trained without their first frame given."""

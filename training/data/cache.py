@@ -31,7 +31,7 @@ from .encoding import DTYPES, Encoding, References
 from .hashes import ContentHashes, file_digest
 from .image import crop_mask
 from .image_file import BadImage
-from .index import NO_KEY, Index, IndexBuilder, SourceRules
+from .index import NO_KEY, Index, IndexBuilder, SourceRules, mirror_key
 from .open_sample import (
     content_of,
     mask_file,
@@ -135,7 +135,9 @@ def _plan(work: Encoding, on_progress: OnProgress) -> tuple[Index, list[int], li
                 bad[position] = str(error)
             # Unusable images are indexed too, without entries, so that positions match the ImageSet.
             texts, bare, own_empty = work.keys_of(list(pairs), references, source.config)
-            keys = (*texts, *bare, *preserved, own_empty)
+            mirrors = bool(references) and source.config.augment.flip
+            mirrored = [mirror_key(key) for key in (*texts, own_empty) if mirrors and key != NO_KEY]
+            keys = (*texts, *mirrored, *bare, *preserved, own_empty)
             builder.add_sample(
                 size, sample.source, content, texts, bare=bare, empty=own_empty, preserved=preserved
             )
@@ -250,6 +252,8 @@ def _encode_texts(work: Encoding, sample: Sample) -> None:
         pixels = open_references(source, sample, work.step)
     for text in (*pairs, "") if references and config.caption.dropout else pairs:
         _encode_text(work, text, config, references, pixels)
+        if references and config.augment.flip:
+            _encode_text(work, text, config, references, [each.flip(2) for each in pixels], mirrored=True)
     bare = pairs if references and config.reference_dropout else ()
     for text in (*pairs.values(), *bare):
         _encode_text(work, text, config)
@@ -269,8 +273,11 @@ def _encode_text(
     config: DatasetConfig,
     references: References = (),
     pixels: Sequence[Tensor] = (),
+    *,
+    mirrored: bool = False,
 ) -> None:
     key = work.edit_key(text, references, config)
+    key = mirror_key(key) if mirrored else key
     if not work.lacks("text", key):
         return
     encoder = work.encoder

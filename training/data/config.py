@@ -305,8 +305,7 @@ class DatasetConfig:
 
 def require_pairs_stay(augment: AugmentConfig) -> None:
     """Raise UserError for changes of an image that its references do not undergo."""
-    changes = {"flip": augment.flip, f"crop {augment.crop}": augment.crop != "center"}
-    changes["a random change of color"] = augment.jitters
+    changes = {f"crop {augment.crop}": augment.crop != "center", "a random change of color": augment.jitters}
     for name, is_on in changes.items():
         require(not is_on, f"{name} changes an image and not its references; turn it off to train pairs.")
 

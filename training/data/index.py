@@ -125,6 +125,11 @@ class Index:
         return state.hexdigest()
 
 
+def mirror_key(key: bytes) -> bytes:
+    """Return the key of a text with mirrored references, from that of the text with its references."""
+    return hashlib.blake2b(key + b"mirrored", digest_size=KEY_BYTES).digest()
+
+
 class IndexBuilder:
     """Collects samples one by one, in compact columns."""
 
