@@ -21,12 +21,7 @@ const MARGIN = { left: 40, right: 40, top: 12, bottom: 18 }
  */
 export function draw(context, width, height, series, view) {
     context.clearRect(0, 0, width, height)
-    const box = {
-        left: MARGIN.left,
-        top: MARGIN.top,
-        width: Math.max(1, width - MARGIN.left - MARGIN.right),
-        height: Math.max(1, height - MARGIN.top - MARGIN.bottom),
-    }
+    const box = boxOf(width, height)
     if (!series.steps.length) return
     context.font = "10px sans-serif"
     const scales = scalesOf(series, view, box)
@@ -42,6 +37,16 @@ export function draw(context, width, height, series, view) {
     drawValidation(context, series, scales)
     if (view.hover >= 0) drawHover(context, series, scales, view, box)
     context.restore()
+}
+
+/** Return the part of a chart of this size that lies within its axes. */
+export function boxOf(width, height) {
+    return {
+        left: MARGIN.left,
+        top: MARGIN.top,
+        width: Math.max(1, width - MARGIN.left - MARGIN.right),
+        height: Math.max(1, height - MARGIN.top - MARGIN.bottom),
+    }
 }
 
 /** Return the step at the horizontal position `x` in a chart of this width. */
@@ -68,7 +73,7 @@ function lossRange(series) {
     return [Math.min(...ranges.map((r) => r[0])), Math.max(...ranges.map((r) => r[1]))]
 }
 
-function padded([low, high], log) {
+export function padded([low, high], log) {
     if (!Number.isFinite(low) || !Number.isFinite(high)) return [0, 1]
     if (log && low > 0) return [low / 1.1, high * 1.1]
     const space = (high - low || Math.abs(high) || 1) * 0.06
@@ -76,7 +81,7 @@ function padded([low, high], log) {
 }
 
 /** Return {ticks, toY} of a vertical axis over [low, high]. */
-function axis([low, high], log, box) {
+export function axis([low, high], log, box) {
     const logarithmic = log && low > 0
     const place = logarithmic ? Math.log : (value) => value
     const toY = (value) =>
@@ -84,7 +89,7 @@ function axis([low, high], log, box) {
     return { toY, ticks: logarithmic ? logTicks(low, high) : ticks(low, high, Math.max(3, Math.floor(box.height / 28))) }
 }
 
-function drawAxes(context, box, scales, view) {
+export function drawAxes(context, box, scales, view) {
     const right = box.left + box.width
     const bottom = box.top + box.height
     context.strokeStyle = context.fillStyle = view.text
@@ -100,7 +105,7 @@ function drawAxes(context, box, scales, view) {
     }
     context.textAlign = "left"
     context.fillStyle = COLORS.rate
-    for (const value of scales.rate.ticks.slice(1)) context.fillText(short(value), right + 5, scales.rate.toY(value))
+    for (const value of scales.rate?.ticks.slice(1) ?? []) context.fillText(short(value), right + 5, scales.rate.toY(value))
     context.fillStyle = view.text
     context.textAlign = "center"
     context.textBaseline = "top"
@@ -128,7 +133,7 @@ function drawMarks(context, box, scales, view) {
     }
 }
 
-function line(context, series, ys, scales, toY, color, width, dash = [], alpha = 1) {
+export function line(context, series, ys, scales, toY, color, width, dash = [], alpha = 1) {
     const points = thinned(series.steps, ys, scales.first, scales.end, scales.width)
     const left = scales.x(scales.first)
     context.strokeStyle = color

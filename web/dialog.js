@@ -3,15 +3,10 @@
 const KEPT = ["keydown", "keyup", "keypress", "copy", "cut", "paste", "wheel", "pointerdown", "contextmenu"]
 const DRAGS = ["dragenter", "dragover", "dragleave", "drop"]
 
-const STYLE = `
+/** Of everything in a shadow root of ours. */
+export const baseStyle = `
 * { box-sizing: border-box; }
 [hidden] { display: none !important; }
-dialog { width: min(1320px, calc(100vw - 48px)); height: calc(100vh - 64px); padding: 0; overflow: hidden;
-         border: 1px solid var(--border-color, #4e4e4e); border-radius: 10px;
-         background: var(--comfy-menu-bg, #262626); color: var(--input-text, #ddd);
-         font: 13px/1.4 system-ui, sans-serif; }
-dialog[open] { display: flex; flex-direction: column; }
-dialog::backdrop { background: rgb(0 0 0 / 0.6); }
 button, input, textarea { font: inherit; color: inherit; border: 1px solid var(--border-color, #4e4e4e);
                           border-radius: 5px; background: var(--comfy-input-bg, #1c1c1c); }
 button { padding: 4px 10px; cursor: pointer; white-space: nowrap; }
@@ -20,6 +15,15 @@ button:disabled { opacity: 0.5; cursor: default; }
 button.main { background: #1668c7; border-color: #1668c7; color: #fff; }
 ::selection { background: #1668c7; color: #fff; }
 :focus-visible { outline: 2px solid #5aa9ff; outline-offset: 1px; }
+`
+
+const STYLE = `${baseStyle}
+dialog { width: min(1320px, calc(100vw - 48px)); height: calc(100vh - 64px); padding: 0; overflow: hidden;
+         border: 1px solid var(--border-color, #4e4e4e); border-radius: 10px;
+         background: var(--comfy-menu-bg, #262626); color: var(--input-text, #ddd);
+         font: 13px/1.4 system-ui, sans-serif; }
+dialog[open] { display: flex; flex-direction: column; }
+dialog::backdrop { background: rgb(0 0 0 / 0.6); }
 `
 
 /** Return {dialog, root, close}; `style` is added to that of all dialogs. `onClose` is called once. */
