@@ -5,7 +5,11 @@ import { range } from "./series.js"
 
 export const PALETTE = ["#3f9bff", "#ff9a3c", "#58b368", "#c07ce8", "#e5534b", "#d7c14a", "#4ac2c2", "#b0b7c0"]
 
-/** Draw `all`, an array of Series, on a canvas context; `view` is {log, hover: a step or null, text: color of the axes}. */
+/**
+ * Draw `all`, an array of Series, on a canvas context of `width` x `height` CSS pixels.
+ *
+ * `view` is {log: logarithmic loss, hover: a step or null, text: color of the axes}.
+ */
 export function drawCurves(context, width, height, all, view) {
     context.clearRect(0, 0, width, height)
     const shown = all.filter((series) => series.steps.length)

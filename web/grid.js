@@ -55,6 +55,7 @@ export class Grid {
         this.notice = make("div", { className: "notice", hidden: true, role: "status" })
         this.filters = make("div", { className: "bar filters", role: "group", ariaLabel: words.show })
         this.list = make("ul")
+        this.list.addEventListener("keydown", (event) => this.#move(event))
         this.empty = make("div", { className: "empty", hidden: true })
         this.intake = new Intake(this.api, words, this.source, () => this.load())
         const close = make("button", { type: "button", textContent: words.close })
@@ -140,6 +141,18 @@ export class Grid {
         card.state = state
         this.cards.set(row.key, card)
         return card
+    }
+
+    /** Arrow keys go from a card's button to that of the card beside, above or below it; in a caption they edit. */
+    #move(event) {
+        if (!event.target.matches("button")) return
+        const columns = getComputedStyle(this.list).gridTemplateColumns.split(" ").length
+        const way = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key]
+        if (!way) return
+        event.preventDefault()
+        const { children } = this.list
+        const next = children[[...children].indexOf(event.target.closest("li")) + way]
+        next?.querySelector("button")?.focus()
     }
 
     async #save(row, text, before) {

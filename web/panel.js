@@ -89,7 +89,7 @@ export class Panel {
         this.status = make("div", { className: "status" })
         this.switch = make("button", { textContent: this.words.log, title: this.words.logTip, type: "button" })
         this.button = make("button", { textContent: this.words.finish, title: this.words.finishTip, type: "button" })
-        this.canvas = make("canvas")
+        this.canvas = make("canvas", { role: "img", ariaLabel: this.words.chart })
         this.empty = make("div", { className: "empty", textContent: this.words.empty })
         this.legend = make("div", { className: "row legend" })
         this.thumbnails = make("div", { className: "samples", hidden: true })

@@ -2,6 +2,7 @@
 
 import { make } from "./dialog.js"
 import { icon } from "./icons.js"
+import { differences, settingName, settingText } from "./run_settings.js"
 import { short } from "./series.js"
 
 const UNITS = [["minute", 60], ["hour", 3600], ["day", 86400]]
@@ -11,7 +12,7 @@ export class RunList {
 ul { flex: 1; min-height: 0; overflow-y: auto; margin: 0; padding: 2px 8px 12px; list-style: none; }
 li { position: relative; content-visibility: auto; contain-intrinsic-size: auto 92px; margin-bottom: 6px; }
 .run { display: flex; gap: 10px; width: 100%; min-height: 84px; padding: 6px; text-align: left; white-space: normal;
-       border-radius: 8px; }
+       border-radius: 8px; outline-offset: -2px; }
 .picture { display: grid; place-items: center; flex: none; width: 72px; height: 72px; overflow: hidden;
            border-radius: 6px; background: rgb(127 127 127 / 0.16); font-size: 22px; }
 .picture img { width: 100%; height: 100%; object-fit: cover; }
@@ -27,7 +28,7 @@ li input { position: absolute; top: 10px; left: 10px; width: 16px; height: 16px;
     /** `open(row)` shows a run, `onTick()` follows the ticks, `url(row)` is its picture. */
     constructor(words, { open, onTick, url, locale }) {
         Object.assign(this, { words, open, onTick, url })
-        this.since = new Intl.RelativeTimeFormat(locale, { numeric: "auto", style: "short" })
+        this.since = new Intl.RelativeTimeFormat(locale, { numeric: "auto", style: "narrow" })
         this.element = make("ul", { ariaLabel: words.runs })
         this.element.addEventListener("keydown", (event) => this.#move(event))
         this.element.addEventListener("focusin", ({ target }) => this.#enter(target.closest("li")))
@@ -83,7 +84,7 @@ li input { position: absolute; top: 10px; left: 10px; width: 16px; height: 16px;
         const line = (...parts) => make("span", { textContent: parts.filter(Boolean).join(" \u00b7 ") })
         const loss = Number.isFinite(row.loss) && `${words.loss} ${short(row.loss)}`
         const { "adapter.algorithm": algorithm, ...settings } = row.settings
-        const values = Object.entries(settings).map(([name, value]) => `${plain(name)} ${told(value)}`)
+        const values = Object.entries(settings).map(([name, value]) => `${settingName(name)} ${settingText(value)}`)
         const differs = row.differs.length > 0
         return make(
             "span",
@@ -121,22 +122,6 @@ li input { position: absolute; top: 10px; left: 10px; width: 16px; height: 16px;
         for (const part of this.element.querySelectorAll("[tabindex='0']")) part.tabIndex = -1
         for (const part of item?.children ?? []) part.tabIndex = 0
     }
-}
-
-/** Return "rank 4 → 8" for each setting that differs from the run of this name before. */
-export function differences(row) {
-    return row.differs.map(([name, before, now]) => `${plain(name)} ${told(before)} \u2192 ${told(now)}`)
-}
-
-/** Return the name of a setting as people read it. */
-export function plain(name) {
-    return name.split(".").at(-1).replaceAll("_", " ")
-}
-
-/** Return the value of a setting in few characters. */
-export function told(value) {
-    if (value === "" || value === null) return "\u2013"
-    return typeof value === "number" ? short(value) : Array.isArray(value) ? value.join(" ") : String(value)
 }
 
 /** Return a size like 12 kB, 3.4 MB or 1.2 GB. */

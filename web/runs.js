@@ -5,14 +5,18 @@ import { api } from "../../scripts/api.js"
 import { continueRun, loadLora } from "./continue_run.js"
 import { baseStyle, make } from "./dialog.js"
 import { iconButton, iconStyle } from "./icons.js"
-import { RunList, differences, sizeText } from "./run_list.js"
+import { RunList, sizeText } from "./run_list.js"
+import { differences } from "./run_settings.js"
 import { RunView } from "./run_view.js"
 import { runsWords } from "./runs_words.js"
 
 /** Milliseconds between two lists while a run is under way. */
 const EVERY = 3000
+/** Events that are not the canvas's. */
+const KEPT = ["keydown", "keyup", "copy", "paste", "cut"]
 const STYLE = `${baseStyle}${iconStyle}${RunList.style}
-:host { display: flex; flex-direction: column; height: 100%; color: var(--input-text, #ddd); font: 13px/1.4 system-ui, sans-serif; }
+:host { display: flex; flex-direction: column; height: 100%; color: var(--input-text, #ddd);
+        font: 13px/1.4 system-ui, sans-serif; }
 header { display: flex; align-items: center; gap: 8px; padding: 12px 12px 8px; }
 h2 { flex: 1; margin: 0; font-size: 14px; font-weight: 600; }
 h2 span { margin-left: 6px; font-weight: 400; font-size: 12px; }
@@ -25,8 +29,9 @@ h2 span { margin-left: 6px; font-weight: 400; font-size: 12px; }
 const server = {
     url: (route, query) => api.apiURL(`/graft/${route}?${new URLSearchParams(query)}`),
     get: (route, query = {}) => ask(`/graft/${route}?${new URLSearchParams(query)}`),
-    post: (route, body) => ask(`/graft/${route}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }),
+    post: (route, body) => ask(`/graft/${route}`, { method: "POST", headers: JSON_TYPE, body: JSON.stringify(body) }),
 }
+const JSON_TYPE = { "Content-Type": "application/json" }
 
 async function ask(path, options) {
     const answer = await api.fetchApi(path, options)
@@ -40,11 +45,12 @@ class Runs {
         this.locale = app.extensionManager?.setting?.get?.("Comfy.Locale") || "en"
         const words = (this.words = runsWords(this.locale))
         container.style.height = "100%"
-        const root = (container.shadowRoot ?? container.attachShadow({ mode: "open" }))
+        const root = container.shadowRoot ?? container.attachShadow({ mode: "open" })
         this.count = make("span", { role: "status" })
         this.search = make("input", { type: "search", placeholder: words.search, ariaLabel: words.search })
         this.search.addEventListener("input", () => this.#render())
-        this.compare = iconButton("compare", words.compare(0), () => this.#open(this.rows.filter(({ run }) => this.list.ticked.has(run))))
+        this.compare = iconButton("compare", words.compare(0), () => this.#open(this.#ticked))
+        const refresh = iconButton("refresh", words.refresh, () => this.load(), true)
         this.note = make("p", { className: "note", role: "status", textContent: words.loading })
         this.list = new RunList(words, {
             locale: this.locale,
@@ -55,12 +61,12 @@ class Runs {
         this.rows = []
         root.replaceChildren(
             make("style", { textContent: STYLE }),
-            make("header", {}, make("h2", {}, words.runs, this.count), iconButton("refresh", words.refresh, () => this.load(), true)),
+            make("header", {}, make("h2", {}, words.runs, this.count), refresh),
             make("div", { className: "bar" }, this.search, this.compare),
             this.note,
             this.list.element,
         )
-        for (const type of ["keydown", "keyup", "copy", "paste", "cut"]) container.addEventListener(type, (event) => event.stopPropagation())
+        for (const type of KEPT) container.addEventListener(type, (event) => event.stopPropagation())
         this.load()
     }
 
@@ -91,16 +97,20 @@ class Runs {
         const { words, rows, list } = this
         const wanted = this.search.value.trim().toLowerCase()
         list.show(rows.filter((row) => [row.run, ...differences(row)].join(" ").toLowerCase().includes(wanted)))
-        const ticked = rows.filter(({ run }) => list.ticked.has(run)).length
-        this.compare.lastChild.textContent = words.compare(ticked)
-        this.compare.title = words.compare(ticked)
+        const ticked = this.#ticked.length
+        this.compare.lastChild.textContent = this.compare.title = words.compare(ticked)
         this.compare.disabled = ticked < 2
-        this.count.textContent = rows.length ? words.total(rows.length, sizeText(rows.reduce((sum, { bytes }) => sum + bytes, 0))) : ""
+        const bytes = rows.reduce((sum, row) => sum + row.bytes, 0)
+        this.count.textContent = rows.length ? words.total(rows.length, sizeText(bytes)) : ""
+    }
+
+    get #ticked() {
+        return this.rows.filter(({ run }) => this.list.ticked.has(run))
     }
 
     #open(rows) {
         const { words } = this
-        const actions = {
+        const does = {
             async continueRun(row) {
                 const found = await server.get("runs/graph", { run: row.run })
                 const node = await continueRun(row.run, found)
@@ -113,7 +123,7 @@ class Runs {
                 tell(words.loraReady, name)
             },
         }
-        new RunView(words, rows, { server, actions, onChange: () => this.load() }).open()
+        new RunView(words, rows, { server, does, onChange: () => this.load() }).open()
     }
 }
 

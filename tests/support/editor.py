@@ -108,7 +108,8 @@ class Editor:
             time.sleep(0.3)
 
     def press(self, key: str) -> None:
-        codes = {"Escape": 27, "r": 82, ".": 190}
+        codes = {"Escape": 27, "r": 82, ".": 190, "Tab": 9, "Enter": 13, " ": 32, "End": 35, "ArrowLeft": 37}
+        codes |= {"Home": 36, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         for kind in ("keyDown", "keyUp"):
             self.page.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key]
