@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base_model import LoadBaseModel
+from .caption_dataset import CaptionDataset, DatasetImages
 from .checkpoint_settings import CheckpointSettings
 from .dataset import (
     DatasetFromImages,
@@ -46,6 +47,8 @@ ALL_NODES = [
     DatasetFromVideos,
     DatasetSettingsNode,
     JoinDatasets,
+    CaptionDataset,
+    DatasetImages,
     SliderFromWords,
     SliderFromPairs,
     PreviewDataset,

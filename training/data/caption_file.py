@@ -21,7 +21,7 @@ from .image_file import BadImage
 
 CAPTION_FILES = (".txt", ".caption", ".json")
 METADATA = "metadata.jsonl"
-NO_CAPTION = "'missing captions' to 'trigger' (the trigger word alone) or 'empty'"
+NO_CAPTION = "'missing captions' to 'trigger' (the trigger word alone) or 'empty' (also for Caption Dataset)"
 """The alternative that an error about a missing caption offers."""
 LARGEST = 1 << 20
 """Characters of a caption file or a line of metadata.jsonl; in .json files other fields count too."""

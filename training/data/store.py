@@ -23,7 +23,8 @@ from ..user_error import UserError
 
 THUMBNAILS = "thumbnails"
 """Folder of the small pictures that the editor shows (`thumbnail.py`), beside what is encoded."""
-KINDS = ("latents", "masks", "text", THUMBNAILS)
+CAPTIONS = "captions"
+KINDS = ("latents", "masks", "text", THUMBNAILS, CAPTIONS)
 _TEMPORARY = ".tmp"
 _FILES = (".safetensors", ".jpg", _TEMPORARY)
 _DAY = 24 * 3600.0

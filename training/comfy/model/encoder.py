@@ -46,9 +46,7 @@ class ComfyEncoder:
 
     @cached_property
     def text_fingerprint(self) -> str:
-        clip = self.clip
-        parts = (clip.cond_stage_model, clip.patcher.patches, {"layer": clip.layer_idx or 0})
-        return fingerprint(*parts, patchers=(clip.patcher,)) + type(clip.tokenizer).__name__
+        return text_fingerprint(self.clip)
 
     @property
     def reduction(self) -> int:
@@ -135,3 +133,9 @@ class ComfyEncoder:
     def encode_masked(self, pixels: Tensor, mask: Tensor) -> Conditioning:
         with torch.inference_mode():
             return read_conditioning([[None, mask_image(self.vae, pixels, mask)]])
+
+
+def text_fingerprint(clip: Any) -> str:
+    """Return what stands for a CLIP's weights, patches, layer and tokenizer."""
+    parts = (clip.cond_stage_model, clip.patcher.patches, {"layer": clip.layer_idx or 0})
+    return fingerprint(*parts, patchers=(clip.patcher,)) + type(clip.tokenizer).__name__
