@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from comfy_api.latest import io, ui
 
 from ..training.adapters.select import select
+from ..training.comfy.dataset.folders import key_of
 from ..training.comfy.model.denoiser import ComfyDenoiser
 from ..training.comfy.progress import progress_bar
 from ..training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
-from ..training.data.picture_report import compare, draw, judge, tabulate, to_json
+from ..training.data.picture_report import (
+    LEARNED,
+    MISFIT,
+    NOT_LEARNED,
+    OVERFITTED,
+    Judgment,
+    compare,
+    draw,
+    judge,
+    tabulate,
+    to_json,
+)
+from ..training.data.samples import ImageSet
+from ..training.files.text import readable
 from ..training.memory.plan import every_plan
 from ..training.memory.plan_table import tabulate_plans
 from ..training.memory.precision import compute_format
@@ -92,8 +107,24 @@ class DatasetReport(Node):
             judgments = judge(compare(dataset.images, dataset.positions, base, lora))
             sheet = draw(dataset.images, judgments[:count], on_progress=on_progress)
         text = tabulate(judgments)
-        shown = ui.PreviewImage(sheet, cls=cls).as_dict()
-        return io.NodeOutput(text, to_json(judgments), sheet, ui={"text": [text], **shown})
+        shown = {"text": [text], "graft_report": _rows(dataset.images, judgments)}
+        shown |= ui.PreviewImage(sheet, cls=cls).as_dict()
+        return io.NodeOutput(text, to_json(judgments), sheet, ui=shown)
+
+
+VERDICTS = {MISFIT: "misfit", NOT_LEARNED: "notLearned", OVERFITTED: "overfitted", LEARNED: "learned"}
+
+
+def _rows(images: ImageSet, judgments: Sequence[Judgment]) -> list[dict[str, Any]]:
+    """Return what the editor's gallery shows of each image: the worst first."""
+    rows = []
+    for each in judgments:
+        sample, picture = images.samples[each.picture.position], each.picture
+        note = f"learned {picture.learned:.0%}, caption helps {picture.caption_helps:.0%}"
+        row = {"key": key_of(sample.name), "name": readable(sample.name), "source": sample.source}
+        stamp = f"{sample.bytes:x}-{sample.mtime_ns:x}"
+        rows.append({**row, "stamp": stamp, "verdict": VERDICTS[each.verdict], "note": note})
+    return rows
 
 
 class MemoryPlan(Node):

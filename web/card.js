@@ -84,6 +84,11 @@ li p { margin: 0; white-space: pre-wrap; overflow: auto; max-height: 66px; }
         const { row, words } = this
         const badge = (text, bad) => make("span", { className: bad ? "badge bad" : "badge", textContent: text })
         const found = []
+        if (row.judged) {
+            const judged = badge(row.judged.text)
+            Object.assign(judged.style, { background: "none", border: `1px solid ${row.judged.color}`, color: "inherit" })
+            found.push(judged)
+        }
         if (row.left_out) found.push(badge(row.left_out === row.name ? words.leftOut : words.leftOutBy(row.left_out)))
         else if (row.problem === "no caption") found.push(badge(words.bare, true))
         else if (row.problem) found.push(badge(row.problem, true))

@@ -4,20 +4,22 @@ import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { datasetWords } from "./dataset_words.js"
 import { Grid } from "./grid.js"
+import { nodesAt } from "./subgraph.js"
 import { filesOfDrop } from "./upload.js"
 
 const LOAD = "GraftLoadDataset"
 const IN_MEMORY = "GraftDatasetFromImages"
+/** Inputs that take datasets. */
+const DATASETS = /^(dataset(_\d)?|positive|negative)$/
 
 /** Give a node of a dataset its button; other nodes stay as they are. */
 export function addImages(node) {
     if (![LOAD, IN_MEMORY].includes(node.comfyClass)) return
-    const words = datasetWords(app.extensionManager?.setting?.get?.("Comfy.Locale"))
+    const { showAndAdd, showImages, showTip, memoryTip } = words()
     const load = node.comfyClass === LOAD
-    const open = (files) => new Grid(api, words, load ? folderOf(node) : memoryOf(node, words)).open(files)
-    const text = load ? words.showAndAdd : words.showImages
-    const button = node.addWidget("button", text, null, () => open(), { serialize: false })
-    button.tooltip = load ? words.showTip : words.memoryTip
+    const open = (files) => openImages(sourceOf(node), files)
+    const button = node.addWidget("button", load ? showAndAdd : showImages, null, () => open(), { serialize: false })
+    button.tooltip = load ? showTip : memoryTip
     button.serialize = false
     if (!load) return rememberSet(node)
     acceptDrops(node, open)
@@ -25,6 +27,30 @@ export function addImages(node) {
     if (!leaveOut) return
     leaveOut.hidden = true // the images have buttons for it
     leaveOut.computeLayoutSize = () => ({ minHeight: 0, maxHeight: 0, minWidth: 0 })
+}
+
+/** Open the dialog with the images of a source of Grid; the others are as Grid takes them. */
+export function openImages(source, files, report) {
+    return new Grid(api, words(), source, report).open(files)
+}
+
+/** Return the sources of Grid that a node's dataset was made of, in their order; null for one without images. */
+export async function originsOf(node, input) {
+    const graph = app.rootGraph ?? app.graph
+    const { output } = await app.graphToPrompt(graph)
+    const leaves = (id) => {
+        const { inputs, class_type } = output[id] ?? { inputs: {} }
+        const links = Object.entries(inputs).filter(([name, value]) => DATASETS.test(name) && Array.isArray(value))
+        return links.length ? links.flatMap(([, [from]]) => leaves(from)) : [class_type && id]
+    }
+    return leaves(idOf(node, output)).map((id) => {
+        const leaf = nodesAt(graph, id).at(-1)
+        return leaf?.comfyClass === LOAD || leaf?.graftSet ? sourceOf(leaf) : null
+    })
+}
+
+function sourceOf(node) {
+    return node.comfyClass === LOAD ? folderOf(node) : memoryOf(node)
 }
 
 /** Let files be dropped on the node, in both renderings. */
@@ -76,9 +102,9 @@ function folderOf(node) {
 }
 
 /** Return the Grid's source for a Dataset From Images: what its last execution made. */
-function memoryOf(node, words) {
+function memoryOf(node) {
     return {
-        title: words.title,
+        title: words().title,
         async ask() {
             return { set: node.graftSet ?? "" }
         },
@@ -102,4 +128,8 @@ function idOf(node, output) {
     if (output[own]?.class_type === node.comfyClass && (node.graph?.isRootGraph ?? true)) return own
     const inside = Object.keys(output).filter((id) => id.endsWith(`:${own}`) && output[id].class_type === node.comfyClass)
     return inside[0] ?? own
+}
+
+export function words() {
+    return datasetWords(app.extensionManager?.setting?.get?.("Comfy.Locale"))
 }

@@ -48,6 +48,8 @@ const WORDS = {
         ok: "OK",
         wrongKind: "neither an image, a caption nor a zip",
         tooLarge: (most) => `larger than ${most} MB, the most that this ComfyUI takes (--max-upload-size)`,
+        openTip: "Click to edit its caption or to leave it out",
+        verdicts: { misfit: "caption does not fit", notLearned: "not learned", overfitted: "overfitted", learned: "learned" },
     },
     zh: {
         showAndAdd: "查看和添加图像",
@@ -96,6 +98,8 @@ const WORDS = {
         ok: "确定",
         wrongKind: "不是图像、描述或 zip",
         tooLarge: (most) => `大于 ${most} MB，即此 ComfyUI 接受的上限（--max-upload-size）`,
+        openTip: "点击以编辑描述或排除",
+        verdicts: { misfit: "描述不符", notLearned: "未学会", overfitted: "过拟合", learned: "已学会" },
     },
     ja: {
         showAndAdd: "画像の表示と追加",
@@ -144,6 +148,8 @@ const WORDS = {
         ok: "OK",
         wrongKind: "画像、キャプション、zip のいずれでもありません",
         tooLarge: (most) => `${most} MB を超えています。この ComfyUI の上限です（--max-upload-size）`,
+        openTip: "クリックしてキャプションを編集、または除外",
+        verdicts: { misfit: "キャプションが合わない", notLearned: "未学習", overfitted: "過学習", learned: "学習済み" },
     },
     de: {
         showAndAdd: "Bilder zeigen und hinzufügen",
@@ -192,6 +198,8 @@ const WORDS = {
         ok: "OK",
         wrongKind: "weder Bild noch Beschreibung noch Zip",
         tooLarge: (most) => `größer als ${most} MB, das Höchste, was dieses ComfyUI nimmt (--max-upload-size)`,
+        openTip: "Klicken, um die Beschreibung zu ändern oder das Bild auszulassen",
+        verdicts: { misfit: "Beschreibung passt nicht", notLearned: "nicht gelernt", overfitted: "überangepasst", learned: "gelernt" },
     },
 }
 

@@ -7,19 +7,23 @@
 
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
-import { addImages } from "./dataset.js"
+import { addImages, words as datasetWords } from "./dataset.js"
+import { Gallery } from "./gallery.js"
 import { Panel } from "./panel.js"
 import { Report } from "./report.js"
 import { allNodes, expose, holds, nodesAt } from "./subgraph.js"
 import { wordsFor } from "./words.js"
 
 const NODE = "GraftTrainSteps"
+const REPORT = "GraftDatasetReport"
 
 /** Node -> its Panel. */
 const panels = new WeakMap()
 /** Node -> its Report, and the Report's widget. */
 const reports = new WeakMap()
-/** Reports since the page was opened, by node and settings: Undo and other tabs create nodes again. */
+/** Node -> its Gallery, and the Gallery's widget. */
+const galleries = new WeakMap()
+/** What nodes put out since the page was opened, by node and settings: Undo and other tabs create nodes again. */
 const told = new Map()
 /** The pending request to the server, and the run it was last asked about. */
 let asking, askedFor
@@ -51,6 +55,7 @@ app.registerExtension({
         if (node.subgraph) setTimeout(() => showOutside(node)) // its nodes come later
         if (!node.comfyClass?.startsWith("Graft")) return
         if (node.comfyClass === NODE) addPanel(node)
+        if (node.comfyClass === REPORT) addGallery(node)
         addImages(node)
         showAllDigits(node)
         addReport(node)
@@ -65,7 +70,6 @@ app.registerExtension({
 function addPanel(node) {
     const panel = new Panel(api, words(), () => makeRoom(node))
     addElement(node, "graft_chart", words().chart, panel, panel.thumbnails)
-    panel.element.classList.add("graft-panel")
     panels.set(node, panel)
     const { onRemoved } = node
     node.onRemoved = function (...args) {
@@ -73,9 +77,22 @@ function addPanel(node) {
         panels.delete(node)
         return onRemoved?.apply(this, args)
     }
+    hidePreview(node, panel.element)
+}
+
+function addGallery(node) {
+    const gallery = new Gallery(node, datasetWords())
+    const widget = addElement(node, "graft_gallery", datasetWords().title, gallery, gallery.list)
+    widget.hidden = true
+    galleries.set(node, { gallery, widget })
+    hidePreview(node, gallery.element)
+}
+
+/** Hide ComfyUI's own preview of a node's images below an element that shows them. */
+function hidePreview(node, element) {
+    element.classList.add("graft-panel")
     if (node.subgraph) return
-    // Hide ComfyUI's preview in the classic rendering too: the first line is for 0.33.
-    node.hideOutputImages = true
+    node.hideOutputImages = true // the classic rendering of 0.33; the next line is for older ones
     node.onDrawBackground = () => {}
 }
 
@@ -114,19 +131,28 @@ function addReport(node) {
     node.onExecuted = function (output, ...args) {
         const result = onExecuted?.call(this, output, ...args)
         if (Array.isArray(output?.text)) {
-            const text = output.text.join("\n")
-            tell(node, text)
-            remember(node, text)
+            recall(node, output)
+            remember(node, output)
         }
         return result
     }
 }
 
-/** Remember a node's report with these settings; several nodes that ran at once make one request. */
-async function remember(node, text) {
+/** Remember a node's output with these settings; several nodes that ran at once make one request. */
+async function remember(node, output) {
     asking ??= ask().finally(() => (asking = undefined))
     const { settings } = await asking
-    told.set(key(node, settings.get(node)), text)
+    told.set(key(node, settings.get(node)), output)
+}
+
+/** Show what a node put out. */
+async function recall(node, output) {
+    if (galleries.has(node)) {
+        const { gallery, widget } = galleries.get(node)
+        await gallery.show(output.graft_report ?? [])
+        widget.hidden = !gallery.rows.length
+    }
+    tell(node, output.text.join("\n"))
 }
 
 function tell(node, text, bad = false) {
@@ -202,7 +228,7 @@ function show(live) {
 async function refill() {
     const { runs, settings } = await ask()
     for (const [node, digest] of settings) {
-        if (told.has(key(node, digest))) tell(node, told.get(key(node, digest)))
+        if (told.has(key(node, digest))) recall(node, told.get(key(node, digest)))
     }
     for (const [panel, run] of runs) panel.follow(run)
 }

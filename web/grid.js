@@ -36,10 +36,11 @@ ul { display: grid; grid-template-columns: repeat(auto-fill, minmax(228px, 1fr))
 export class Grid {
     /**
      * `source` is the node's: {title, ask() -> body of the request, url(row) -> thumbnail, folder, setFolder(name),
-     * leaveOut, setLeaveOut(lines)}; without `setFolder` nothing can be added.
+     * leaveOut, setLeaveOut(lines)}; without `setFolder` nothing can be added. `report` is that of a Dataset
+     * Report: {judged: key -> {rank, text, color}, chosen: the key to begin with, onClose}.
      */
-    constructor(api, words, source) {
-        Object.assign(this, { api, words, source })
+    constructor(api, words, source, report = {}) {
+        Object.assign(this, { api, words, source, report })
         this.filter = "all"
         this.cards = new Map()
         this.rows = []
@@ -70,6 +71,9 @@ export class Grid {
         )
         if (this.source.setFolder) this.intake.listen(this.dialog)
         await this.load()
+        const chosen = this.cards.get(this.report.chosen)?.element
+        chosen?.scrollIntoView({ block: "center" })
+        chosen?.querySelector("textarea, button")?.focus()
         if (files) this.intake.offer(files)
     }
 
@@ -85,12 +89,20 @@ export class Grid {
         } catch (error) {
             found = { images: [], message: `${this.words.lost} (${error.message ?? error})` }
         }
-        this.rows = found.images
+        this.rows = this.#ranked(found.images)
         this.editable = found.editable
         this.intake.limits = found
         this.#note([found.why, this.rows.length ? found.message : ""])
         this.empty.textContent = found.message || this.words.none
         this.#render()
+    }
+
+    /** Return the rows in the order of the report, if there is one; those that it does not have last. */
+    #ranked(rows) {
+        const { judged } = this.report
+        if (!judged) return rows
+        const rank = (row) => row.judged?.rank ?? rows.length
+        return rows.map((row) => ({ ...row, judged: judged.get(row.key) })).sort((a, b) => rank(a) - rank(b))
     }
 
     #note(lines) {
@@ -176,5 +188,6 @@ export class Grid {
         const { activeElement } = this.dialog.getRootNode()
         activeElement?.blur() // saves a caption that is being edited
         this.intake.cancel()
+        this.report.onClose?.()
     }
 }

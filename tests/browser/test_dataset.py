@@ -172,3 +172,52 @@ def test_of_a_thousand_images_only_those_in_view_are_drawn(opened, running):
     opened.page.evaluate(f"(box => box.scrollTo(0, box.scrollHeight))({DIALOG}.querySelector('.scroll'))")
     wait(opened, "[...dialog.querySelectorAll('li img')].at(-1).naturalWidth > 0")
     opened.page.evaluate(f"({DIALOG}).close()")
+
+
+ADD_REPORT = """(() => {
+    const node = LiteGraph.createNode('GraftDatasetReport')
+    node.pos = [-600, 0]
+    app.graph.add(node)
+    app.graph.getNodeById(3).connect(0, node, node.inputs.findIndex(slot => slot.name === 'dataset'))
+    app.canvas.ds.scale = 0.8
+    app.canvas.ds.offset = [900, 200]
+    app.canvas.setDirty(true, true)
+    return Number(node.id)
+})()"""
+WORST_FIRST = (("dog", "misfit"), ("twin", "notLearned"), ("cat", "learned"))
+
+
+def test_the_gallery_of_a_report_leads_to_its_images_the_worst_first(opened, input_folder):
+    opened.set(DATASET, folder="pets", leave_out="")
+    report = opened.page.evaluate(ADD_REPORT)
+    rows = [
+        {"key": f"{name}.png".encode().hex(), "name": f"{name}.png", "source": 0, "stamp": "1-1"}
+        | {"verdict": verdict, "note": "learned 3%, caption helps -9%"}
+        for name, verdict in WORST_FIRST
+    ]
+    opened.node(report, f"node.onExecuted({{ text: ['table'], graft_report: {json.dumps(rows)} }}) ?? 1")
+    buttons = f"[...app.graph.getNodeById({report}).widgets.find(w => w.name === 'graft_gallery')"
+    buttons += ".element.shadowRoot.querySelectorAll('button')]"
+    opened.page.wait_for(f"{buttons}.filter(b => b.querySelector('img').naturalWidth === 300).length === 3")
+    labels = opened.page.evaluate(f"{buttons}.map(b => b.ariaLabel)")
+    assert labels == ["dog.png, caption does not fit", "twin.png, not learned", "cat.png, learned"]
+    opened.page.click_on(f"{buttons}[0]")
+    names = "[...dialog.querySelectorAll('li .name')].map(e => e.title)"
+    wait(opened, f"{names}.length === 5")
+    assert opened.page.evaluate(f"(dialog => {names})({DIALOG})")[:3] == ["dog.png", "twin.png", "cat.png"]
+    box = f"{card('dog.png')}.querySelector('textarea')"
+    wait(opened, f"dialog.getRootNode().activeElement === {box}")
+    badge = f"{card('dog.png')}.querySelector('.badge').textContent"
+    wait(opened, f"{badge} === 'caption does not fit: learned 3%, caption helps -9%'")
+    opened.page.evaluate(
+        f"(dialog => ({box}.value = 'a dog that runs', {box}.dispatchEvent(new Event('change'))))({DIALOG})"
+    )
+    wait(opened, f"{card('dog.png')}.querySelector('.state').textContent === 'Saved'")
+    assert (input_folder / "dog.txt").read_text() == "a dog that runs\n"
+    opened.page.evaluate(f"(dialog => {card('twin.png')}.querySelector('button').click())({DIALOG})")
+    wait(opened, f"{card('twin.png')}.classList.contains('out')")
+    assert opened.node(DATASET, WIDGET.format("leave_out")) == "twin.png"
+    opened.page.evaluate(f"({DIALOG}).close()")
+    opened.page.wait_for(f"{buttons}.map(b => b.className).join() === ',out,'")
+    (input_folder / "dog.txt").write_text("a dog\n")
+    opened.set(DATASET, leave_out="")

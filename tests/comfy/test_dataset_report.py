@@ -10,6 +10,7 @@ import torch
 
 from graft.nodes.measure import DatasetReport
 from graft.tests.support.datasets import SMALL, FakeEncoder, add, picture
+from graft.training.comfy.dataset.folders import name_of
 from graft.training.comfy.files.trained_lora import with_lora
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.config import AdapterConfig, MemoryConfig, OptimizerConfig, TrainConfig
@@ -124,3 +125,7 @@ def test_the_node_shows_names_numbers_and_pictures(tmp_path):
     )
     assert sheet.shape[0] == 1 and sheet.shape[2] == 2 * 216 and sheet.std() > 0.1
     assert found.ui["text"] == [text] and len(found.ui["images"]) == 1
+    rows = found.ui["graft_report"]
+    assert [row["name"] for row in rows] == [each["image"] for each in pictures]
+    assert [name_of(row["key"]) for row in rows] == [row["name"] for row in rows]
+    assert {row["source"] for row in rows} == {0} and all(row["note"].endswith("%") for row in rows)
