@@ -3,7 +3,7 @@
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
 node's schema, start ComfyUI 0.3.75 with Graft and run
 `python dev/make_workflows.py http://127.0.0.1:8188`. With `--thumbnails` behind it, every workflow is
-also run at the size of the demo's base model, and its picture becomes <name>.jpg, labeled so. What belongs
+also run at the size of the demo's base model, and its picture becomes its thumbnail, labeled so. What belongs
 to the eye alone stands below, the notes among it: change them here and not in the files.
 """
 
@@ -65,6 +65,7 @@ HEIGHTS = {
     "LoraModelLoader": 136,
     "PreviewImage": 440,
     "SaveImage": 460,
+    "StringConcatenate": 240,
     "VAEDecode": 62,
 }
 """Pixels of a node's body, before a run, where it is tallest: mostly in Nodes 2.0 of ComfyUI 0.33. Nodes that
@@ -81,110 +82,141 @@ SILENT = (
 """Nodes of Graft that report nothing, beside those of settings."""
 TALLEST = 660
 """Pixels of a column of nodes; a taller one goes on beside itself."""
-COLORS = ("#8cc8f0", "#a5dba5", "#f0cd78", "#e6a0f0", "#b9b9f5")
+COLORS = ("#ffe9a8", "#cfe6fa", "#d3efd3", "#f3d6f9", "#dcdcfb")
 """Light, as a group's title is drawn in its color."""
+NOTE = 440
+WINDOW, CORNER = (1350, 740), (80, 150)
+"""Pixels of a window of 1440 x 900 between ComfyUI's bars, and where they begin."""
+ZOOM = (0.62, 0.8)
+"""Of the first view: text is not drawn below it, and nothing is gained above."""
+Columns = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Layout:
+    title: str
+    """Name of the editor form's file: all that ComfyUI shows of a template beside its picture."""
     note: str
-    groups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
-    """(title, columns of node ids) from left to right."""
+    change: Columns
+    """Columns of the nodes that a reader sets. They are numbered, and in view beside the note at first."""
+    groups: tuple[tuple[str, Columns], ...]
+    """(title, columns of node ids) of the others from left to right, in a row below."""
 
 
 FIRST_LORA = """\
-## Your first LoRA
+# Your first LoRA
 
-Press **Run**. A small LoRA is trained on the pictures that come with Graft, on any computer, in a few \
-minutes; then four pictures are drawn with it.
+Press **Run**. A small LoRA is trained on pictures that come with Graft, on any computer, in a few minutes. \
+Then four pictures are drawn with it, below.
 
-## With your own pictures
+# What to change
 
-1. Put 10 to 30 of them into a folder inside ComfyUI's `input` folder, and beside each a text file of the \
-same name that says what can be seen: `cat.png`, `cat.txt`.
-2. **Load Dataset**: choose the folder; resolution 1024 for SDXL, SD3.5 and Flux; think up a trigger word.
-3. **Load Base Model**: choose your model.
-4. **Build LoRA**: clear *exclude*, which keeps this tiny model's attention and text half as they are; rank \
-16.
-5. **Train Steps**: 1000 steps at learning rate 0.0001 and batch size 1 are a fair start.
-6. **Prompt** and **Empty Latent**: your own, in the model's size.
-7. **KSampler**: *cfg* 1 for Flux, Turbo and Lightning models, else 4 to 7.
+**1** Images: another *folder*, or drop your own onto the node. *Show and add images* has their captions.
 
-The LoRA is saved in `output/loras`. *Load LoRA* lists it after a press of `R`.
+**2** The base model. This tiny one comes with Graft; *02 Train on my pictures* is made for yours.
 
-**Cancel** loses nothing: press Run again to go on from there. For more steps, raise *steps* and press Run."""
+**3** How long and how fast it learns.
+
+The LoRA is in *output/loras*; *Load LoRA* lists it after a press of R.
+
+**Cancel** loses nothing: press Run again to go on. For more steps, raise *steps* and press Run."""
+
+MY_PICTURES = """\
+# Train on my pictures
+
+**1** *Show and add images*: add 10 to 30 pictures, and describe what else can be seen in each. *trigger*: \
+a rare word and what it is, such as *ohwx dog*. It is put before every caption, into the prompts and into \
+the file.
+
+**2** Your model. The tiny one that is set runs on any computer and shows that all works.
+
+**3** Press **Run**. With SDXL, SD3.5 or Flux first set: *steps* 1000, *learning rate* 0.0001, *batch size* \
+1; and 1024 for the *resolution* in 1 and the sizes in Sample Prompts and Empty Latent.
+
+Sample images appear on 3 while it trains; *Finish* ends it when they are good. The LoRA is in \
+*output/loras*."""
 
 SDXL_CHARACTER = """\
-## A person or character for SDXL
+# A person or character for SDXL
 
-Made for 12 GB and more: what fits is chosen before the first step.
+For 12 GB and more: what fits is chosen before the first step.
 
-1. 15 to 30 pictures of one person in `input/my_character`, each with a text file that says what else can be \
-seen. No text files yet? Set *missing captions* to *trigger*: it works without, but better with them.
-2. *trigger* in **Load Dataset**: a rare word and what it is, *ohwx woman* or *ohwx dog*. It is put before \
-every caption, and you write it in your prompts.
-3. **Load Base Model**: any SDXL checkpoint.
-4. **Sample Prompts** draws two pictures every 250 steps: press *Finish* when they are good. Not yet good at \
-the end? Raise *steps* and press Run: it goes on.
+**1** 15 to 30 pictures of one person: *Show and add images*. Captions say what else can be seen; without \
+any, set *missing captions* to *trigger*. *trigger*: a rare word and what it is, *ohwx woman*. It is put \
+before every caption, and you write it in your prompts.
+
+**2** Any SDXL checkpoint.
+
+**3** Two samples every 250 steps: press *Finish* when they are good. Not yet good at the end? Raise \
+*steps* and press Run: it goes on.
 
 min-SNR weighting lets the noise levels that decide a face count more evenly."""
 
 SD35_STYLE = """\
-## A style for SD3.5 Medium
+# A style for SD3.5 Medium
 
-Made for 12 GB and more: what fits is chosen before the first step. For SD3.5 Large on 12 GB add **Memory \
+For 12 GB and more: what fits is chosen before the first step. For SD3.5 Large on 12 GB add **Memory \
 Settings** with *base* nf4.
 
-1. 30 to 100 pictures in the style, in `input/my_style`, with captions that say *what* is shown and not how.
-2. **Load Base Model**: SD3.5 Medium or Large, and its three text encoders. Any of them may be left out.
+**1** 30 to 100 pictures in the style: *Show and add images*. Captions say *what* is shown and not how.
+
+**2** SD3.5 Medium or Large, and its three text encoders. Any of them may be left out.
+
+**3** How long and how fast.
 
 **Split Dataset** holds a tenth of the pictures back, and every 200 steps the loss on them is measured: \
-when it rises for long, the pictures are being learned by heart. *result* best in **Validation Settings** \
-keeps the state of the lowest one. With fewer than 30 pictures leave these two nodes out."""
+when it rises for long, the LoRA is overfitted. *result* best in **Validation Settings** keeps the state of \
+the lowest one. With fewer than 30 pictures leave these two nodes out."""
 
 FLUX_12GB = """\
-## Flux.1 Dev on a card of 12 GB
+# Flux.1 Dev with 12 GB
 
-**Memory Settings**: the base in 4 bits (nf4) while training. This rounding never leaves the run: the LoRA \
-is for the base as it is. It needs bitsandbytes: `python -m pip install bitsandbytes` with ComfyUI's own \
-Python (portable: `python_embeded\\python.exe -m pip install bitsandbytes`), then a restart. With 24 GB \
-choose *fp8*, or *auto*: it rounds nothing and copies the base from host memory in every \
-step, of which it takes 24 GB more.
+**1** 10 to 30 pictures: *Show and add images*. *trigger*: a rare word and what it is, *ohwx mug*. 768 \
+pixels are fast; 1024 should fit as well.
 
-1. 10 to 30 pictures in `input/my_subject`, with captions. *trigger*: a rare word and what it is, *ohwx mug*.
-2. **Load Base Model**: flux1-dev, CLIP-L, T5 (fp8 or fp16) and the VAE. One file with everything in it, as \
-flux1-dev-fp8? Choose it, and set text encoders and vae to *from checkpoint*.
+**2** flux1-dev, CLIP-L, T5 (fp8 or fp16) and the VAE. One file with everything in it, as flux1-dev-fp8? \
+Set text encoders and vae to *from checkpoint*.
 
-768 pixels are fast; 1024 should fit as well. Flux is trained at guidance 1, which is the default here, and \
-sampled at 3.5."""
+**3** How long and how fast. Flux is trained at guidance 1, the default here, and sampled at 3.5.
+
+**Memory Settings**: the base in 4 bits (nf4) while training; the LoRA is for the base as it is. It needs \
+bitsandbytes: *python -m pip install bitsandbytes* with ComfyUI's own Python (portable: \
+*python_embeded\\python.exe*), then a restart. With 24 GB choose *fp8*, or *auto*: it quantizes nothing and \
+copies the base from 24 GB of host memory in every step."""
 
 SCHNELL_ASSISTANT = """\
-## A distilled base: Flux.1 Schnell with an assistant LoRA
+# Flux.1 Schnell with an assistant LoRA
 
 Training on a base that was distilled to four steps undoes the distillation. An *assistant LoRA* undoes it \
-beforehand, so that training has nothing to undo: **Load LoRA** puts it onto the MODEL that is trained on. \
-Such patches apply while training and are no part of the result.
+beforehand, so that training has nothing to undo. It applies while training and is no part of the result.
 
-For Schnell there is *ostris/FLUX.1-schnell-training-adapter*: put its file into `models/loras`, under a \
-name of your own, and choose it in **Load LoRA**. *base* fp8 is for 24 GB; with 12 GB take nf4. What is \
-drawn below uses the base with the new LoRA, without the assistant.
+**1** Your pictures: *Show and add images*.
 
-Without one, train on Flux.1 Dev and use the LoRA on Schnell."""
+**2** Flux.1 Schnell. With 12 GB take *base* nf4 in **Memory Settings**; fp8 is for 24 GB.
+
+**3** The assistant: put the file of *ostris/FLUX.1-schnell-training-adapter* into *models/loras* under a \
+name of your own, and choose it.
+
+What is drawn below uses the base with the new LoRA, without the assistant. Without one, train on Flux.1 \
+Dev and use the LoRA on Schnell."""
 
 RESUME = """\
-## Go on with what was trained earlier
+# Go on with what was trained earlier
 
-**Load Training State** reads what **Save Training State** kept in `output/graft/states`: weights, the \
-optimizer's memory, the step. Going on is what one longer run would have been, on the same base, pictures \
-and settings: bit for bit on the CPU, but for rounding on a GPU.
+**1** *name*: what you saved with **Save Training State**, or the folder of a run in *output/graft*. It \
+holds the weights, the optimizer's state and the step.
 
-*name*: what you saved, or the folder of a run in `output/graft`. Connect the same **Optimizer Settings** \
-and others as before.
+**2**, **3** The same images and base model as before. Connect the same **Optimizer Settings** and others.
+
+**4** The steps to add. The result is that of one longer run: bit for bit on the CPU, but for rounding on a \
+GPU.
 
 For a run that was cancelled none of this is needed: queue its own workflow again."""
 
 COMPARE = """\
-## Two LoRAs side by side
+# Two LoRAs side by side
+
+**1**, **2**, **3** Your images, your model, and the prompts to compare by.
 
 The same pictures, seed and number of steps, once with rank 8 and once with rank 64. Each grid shows the \
 run's checkpoints from top to bottom, a column a prompt: too little at the top, too much at the bottom.
@@ -192,7 +224,9 @@ run's checkpoints from top to bottom, a column a prompt: too little at the top, 
 Change one thing at a time: rank, learning rate, or layers."""
 
 TRAIN_SAMPLE_TRAIN = """\
-## Train, look, train on
+# Train, look, train on
+
+**1**, **2**, **3** Your images, your model, your prompt.
 
 Two **Train Steps** in a row: the second goes on from the first one's *state*. Both say 2000 *total steps*, \
 over which the cosine schedule decays, so the two parts are exactly one run of 2000 steps.
@@ -202,26 +236,28 @@ and nothing is trained twice. For more steps than *total steps*, raise it in bot
 decaying schedule is another run from its first step. With *schedule* constant, more steps simply go on."""
 
 MERGE = """\
-## Files: merge, extract, resize, look inside
+# Merge, extract, resize, look inside
 
 Four graphs that have nothing to do with each other; mute (Ctrl+M) those you do not want.
 
-- **Merge LoRA** into a MODEL, to draw with it; into a checkpoint file in `output/checkpoints`.
-- **Extract LoRA**: the difference between two checkpoints as a LoRA.
-- **Resize LoRA** to a smaller rank; **Inspect LoRA** says what is in a file."""
+**Merge LoRA** into a MODEL, to draw with it; or into a checkpoint file in *output/checkpoints*.
+
+**Extract LoRA**: the difference between two checkpoints as a LoRA.
+
+**Resize LoRA** to a smaller rank; **Inspect LoRA** says what is in a file."""
 
 WAN22 = """\
-## Clips for Wan 2.2, with both experts
+# Clips for Wan 2.2, with both experts
 
 Wan 2.2 (14B) is two models: one draws from pure noise down to a noise level of 0.875, the other from there \
 to the clip. So two **Train Steps** make two LoRA files. *noise range* cut in **Objective Settings** gives \
 each its own part of the noise levels, as it sees them when it draws; *squeeze* would bend the distribution.
 
-1. 10 to 50 clips of a few seconds in `input/my_clips`, `walk.mp4` beside `walk.txt`. Images among them are \
-trained as one frame.
-2. **Load Dataset**: *frames* 33 are two seconds at the 16 *fps* of **Dataset Settings**, which are Wan's. \
-For longer clips, *chunks* there trains all of each.
-3. **Load Base Model**: both files of the same model. The text encoder and the VAE are loaded once.
+**1** 10 to 50 clips of a few seconds, *walk.mp4* beside *walk.txt*. Images among them are trained as one \
+frame. *frames* 33 are two seconds at the 16 *fps* of **Dataset Settings**, which are Wan's. For longer \
+clips, *chunks* there trains all of each.
+
+**2**, **3** Both files of the same model. The text encoder and the VAE are loaded once.
 
 For image to video take the two i2v files and 0.9 for 0.875: every clip's first frame is then given to the \
 model. A movement is mostly learned by the expert for high noise, a face by the other: train one alone if \
@@ -232,98 +268,133 @@ that is all you need.
 
 LAYOUTS = {
     "first_lora": Layout(
+        "01 First LoRA, no download",
         FIRST_LORA,
+        ((2,), (1,), (5,)),
         (
-            ("1  Base model and images", ((1, 2),)),
-            ("2  What to train", ((3, 4),)),
-            ("3  Train and save", ((5, 6),)),
-            ("4  Draw with it", ((7, 8, 9), (10, 11), (12,))),
+            ("How it is trained", ((3, 4),)),
+            ("Draw with it", ((7, 8), (9, 10), (11, 12))),
+            ("Save", ((6,),)),
+        ),
+    ),
+    "my_pictures": Layout(
+        "02 Train on my pictures",
+        MY_PICTURES,
+        ((2,), (1,), (5,)),
+        (
+            ("How it is trained", ((3, 4), (13,))),
+            ("Draw with it", ((14, 7), (8, 9), (10, 11), (12,))),
+            ("Save", ((6,),)),
         ),
     ),
     "sdxl_character": Layout(
+        "03 SDXL character, 12 GB",
         SDXL_CHARACTER,
+        ((2,), (1,), (8,)),
         (
-            ("1  Base model and images", ((1, 2), (3, 4))),
-            ("2  How to train", ((5,), (6,), (7,))),
-            ("3  Train and save", ((8, 9), (10, 11))),
-            ("4  Draw with it", ((12, 13, 14), (15, 16), (17,))),
+            ("How it is trained", ((3, 4), (5,), (6,), (7,))),
+            ("Draw with it", ((12, 13, 14), (15, 16), (17,))),
+            ("Save", ((9,), (10, 11))),
         ),
     ),
     "sd35_style": Layout(
+        "04 SD3.5 style, 12 GB",
         SD35_STYLE,
+        ((2,), (1,), (8,)),
         (
-            ("1  Base model and images", ((1, 2), (3, 4))),
-            ("2  How to train", ((5, 6), (7,))),
-            ("3  Train, measure and save", ((8, 9), (10, 11))),
-            ("4  Draw with it", ((12, 13, 14), (16, 17), (18,))),
+            ("How it is trained", ((3, 6), (4, 5), (7,))),
+            ("Draw with it", ((12, 13, 14), (16, 17), (18,))),
+            ("Measure and save", ((10, 11, 9),)),
         ),
     ),
     "flux_12gb": Layout(
+        "05 Flux Dev, 12 GB",
         FLUX_12GB,
+        ((2,), (1,), (7,)),
         (
-            ("1  Base model and images", ((1, 2), (3, 4))),
-            ("2  How to train in 12 GB", ((5, 6),)),
-            ("3  Train and save", ((7, 8),)),
-            ("4  Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
+            ("How it is trained in 12 GB", ((3, 4), (5,), (6,))),
+            ("Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
+            ("Save", ((8,),)),
         ),
     ),
     "schnell_assistant": Layout(
+        "06 Flux Schnell with an assistant LoRA",
         SCHNELL_ASSISTANT,
+        ((3,), (1, 2), (7,)),
         (
-            ("1  Base model, assistant and images", ((1, 2), (3, 4))),
-            ("2  Train on the MODEL with the assistant", ((5, 6), (7, 8))),
-            ("3  Draw without the assistant", ((9, 10, 11, 12), (14, 15), (16,))),
-        ),
-    ),
-    "resume": Layout(
-        RESUME,
-        (
-            ("1  Base model and images, as before", ((1, 2), (3,))),
-            ("2  Where to go on, and how far", ((4, 5),)),
-            ("3  Keep", ((6, 7),)),
-            ("4  Draw with it", ((8, 9, 10), (11, 12), (13,))),
-        ),
-    ),
-    "compare_two_loras": Layout(
-        COMPARE,
-        (
-            ("1  Base model and images", ((1, 2), (3, 5), (4,))),
-            ("2  Rank 8", ((6, 7), (8, 9))),
-            ("3  Rank 64", ((10, 11), (12, 13))),
-        ),
-    ),
-    "train_sample_train": Layout(
-        TRAIN_SAMPLE_TRAIN,
-        (
-            ("1  Base model and images", ((1, 2), (3, 4, 5))),
-            ("2  First part", ((6,), (7, 8, 9), (10, 11), (12,))),
-            ("3  Second part", ((13, 17), (14, 15), (16,))),
+            ("How it is trained", ((4, 5), (6,))),
+            ("Draw without the assistant", ((10, 11, 12), (9, 14), (15, 16))),
+            ("Save", ((8,),)),
         ),
     ),
     "wan22": Layout(
+        "07 Wan 2.2 clips",
         WAN22,
+        ((4,), (1, 2)),
         (
-            ("1  Both experts, and clips", ((1, 2), (3, 4), (5, 6))),
-            ("2  High noise", ((7,), (9, 11))),
-            ("3  Low noise", ((8,), (10, 12))),
-            ("4  Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
+            ("Both experts", ((3,), (5, 6))),
+            ("High noise", ((7,), (9, 11))),
+            ("Low noise", ((8,), (10, 12))),
+            ("Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
+        ),
+    ),
+    "train_sample_train": Layout(
+        "20 Train, look, train on",
+        TRAIN_SAMPLE_TRAIN,
+        ((2,), (1, 7)),
+        (
+            ("How it is trained", ((3, 4), (5,))),
+            ("First part", ((6,), (8, 9, 10), (11, 12))),
+            ("Second part", ((13, 17), (14, 15), (16,))),
+        ),
+    ),
+    "resume": Layout(
+        "21 Go on with an earlier training",
+        RESUME,
+        ((4,), (2,), (1,), (5,)),
+        (
+            ("How it is trained", ((3,),)),
+            ("Draw with it", ((8, 9, 10), (11, 12), (13,))),
+            ("Save", ((6, 7),)),
+        ),
+    ),
+    "compare_two_loras": Layout(
+        "22 Compare two LoRAs",
+        COMPARE,
+        ((2,), (1,), (4,)),
+        (
+            ("How both are trained", ((3, 5),)),
+            ("Rank 8", ((6, 7), (8, 9))),
+            ("Rank 64", ((10, 11), (12, 13))),
         ),
     ),
     "merge_and_extract": Layout(
+        "23 Merge, extract and resize",
         MERGE,
+        (),
         (
-            ("1  Draw with a merged LoRA", ((1, 2), (3, 4, 5), (6, 7), (8,))),
-            ("2  Into a checkpoint", ((9,),)),
-            ("3  From two checkpoints", ((10,),)),
-            ("4  LoRA files", ((11, 12),)),
+            ("Draw with a merged LoRA", ((1, 2), (3, 4, 5), (6, 7), (8,))),
+            ("Into a checkpoint", ((9,),)),
+            ("From two checkpoints", ((10,),)),
+            ("LoRA files", ((11, 12),)),
         ),
     ),
 }
 
 
-def completed(prompt: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the API form with every widget named, those that it leaves out at their defaults."""
+def editor_file(name: str, kind: str = "json") -> Path:
+    """Return the editor form of the workflow `name`, or its picture, "jpg"."""
+    return WORKFLOWS / f"{LAYOUTS[name].title}.{kind}"
+
+
+def completed(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the API form with every widget named, those that it leaves out at their defaults, and the nodes
+    to change numbered.
+    """
     changed = copy.deepcopy(prompt)
+    for number, node_id in enumerate((key for column in layout.change for key in column), 1):
+        meta = changed[str(node_id)]["_meta"]
+        meta["title"] = f"{number}  {meta['title'].lstrip('0123456789 ')}"
     for entry in changed.values():
         inputs, ordered = entry["inputs"], {}
         for name, spec, _ in _inputs(schemas[entry["class_type"]]):
@@ -344,9 +415,9 @@ def written(schemas: dict[str, Any]) -> dict[Path, str]:
     texts = {}
     for name, layout in LAYOUTS.items():
         path = WORKFLOWS / "api" / f"{name}.json"
-        prompt = completed(json.loads(path.read_text(encoding="utf-8")), schemas)
+        prompt = completed(json.loads(path.read_text(encoding="utf-8")), layout, schemas)
         texts[path] = _api_lines(prompt)
-        texts[WORKFLOWS / f"{name}.json"] = _lines(editor_form(prompt, layout, schemas))
+        texts[editor_file(name)] = _lines(editor_form(prompt, layout, schemas))
     return texts
 
 
@@ -364,7 +435,12 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
     size = {"width": 128, "height": 128}
     changes: Mapping[str, Mapping[str, Any]] = {
         "GraftLoadBaseModel": {**model, **others, "dtype": "auto"},
-        "GraftLoadDataset": {"folder": "starter/dataset", "resolution": "128", "trigger": ""},
+        "GraftLoadDataset": {
+            "folder": "starter/dataset",
+            "resolution": "128",
+            "trigger": "",
+            "missing_captions": "error",
+        },
         "GraftTrainSteps": {"steps": steps, "learning_rate": 0.001, "batch_size": 4},
         "GraftSamplePrompts": {**size, "prompts": "\n".join(PROMPTS), "steps": 12, "cfg": 4.0},
         "GraftValidationSettings": {"every": max(1, steps // 2), "patience": 0, "limit": 2},
@@ -386,7 +462,7 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
             inputs["lora_name"] = lora
         if "total_steps" in inputs and inputs["total_steps"]:
             inputs["total_steps"] = 2 * steps
-        if kind == "CLIPTextEncode":
+        if kind == "CLIPTextEncode" and isinstance(inputs["text"], str):
             negative = entry["_meta"]["title"].startswith("Negative")
             inputs["text"] = "" if negative else PROMPTS[0]
         if kind == "GraftSamplePrompts" and inputs["every"]:
@@ -407,7 +483,7 @@ def editor_form(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any])
                 entered["link"] = len(links) + 1
                 source["outputs"][output]["links"].append(len(links) + 1)
                 links.append([len(links) + 1, int(value[0]), output, int(key), slot, kind])
-    groups, note = _place(nodes, layout)
+    groups, note, view = _place(nodes, layout)
     for order, node in enumerate(_in_order(nodes, links)):
         node["order"] = order + 1
     every = [note, *nodes.values()]
@@ -419,7 +495,7 @@ def editor_form(prompt: dict[str, Any], layout: Layout, schemas: dict[str, Any])
         "links": links,
         "groups": groups,
         "config": {},
-        "extra": {"ds": {"scale": 0.6, "offset": [60, 120]}},
+        "extra": {"ds": view},
         "version": 0.4,
     }
 
@@ -479,28 +555,29 @@ def _inputs(schema: dict[str, Any]) -> list[tuple[str, list[Any], bool]]:
     ]
 
 
-def _place(nodes: dict[int, dict[str, Any]], layout: Layout) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Put the nodes in two rows of groups, and return the groups and the note, which stands first."""
-    groups = [(title, _split(nodes, columns)) for title, columns in layout.groups]
-    widths = [_width(nodes, columns) for _, columns in groups]
+def _place(
+    nodes: dict[int, dict[str, Any]], layout: Layout
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Put the nodes in two rows of groups, and return the groups, the note and the first view.
+
+    The note and the nodes to change stand in the first row, which the view shows.
+    """
     note = {
         "id": max(nodes) + 1, "type": "MarkdownNote", "pos": [0, TITLE], "size": [NOTE, 0], "flags": {},
         "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": "Read me", "properties": {},
         "widgets_values": [layout.note], "color": "#2b2f36", "bgcolor": "#353a42",
     }  # fmt: skip
-    splits = range(1, len(groups) + 1)
-    longest = {n: max(NOTE + GAP + _row(widths[:n]), _row(widths[n:])) for n in splits}
-    first = min(splits, key=lambda n: (longest[n], -n))
-    framed, height = _place_row(nodes, groups[:first], NOTE + GAP, 0)
-    framed += _place_row(nodes, groups[first:], 0, height + GAP)[0]
+    groups = [(title, _split(nodes, columns)) for title, columns in layout.groups]
+    first = [("Change these, then press Run", layout.change)] if layout.change else groups[:1]
+    framed, height = _place_row(nodes, first, NOTE + GAP, 0)
+    rest = groups if layout.change else groups[1:]
+    framed += _place_row(nodes, rest, 0, height + GAP)[0]
     note["size"] = [NOTE, height - TITLE]
     for index, group in enumerate(framed):
         group |= {"id": index + 1, "color": COLORS[index % len(COLORS)], "font_size": 26, "flags": {}}
-    return framed, note
-
-
-NOTE = 460
-Columns = tuple[tuple[int, ...], ...]
+    width = framed[0]["bounding"][0] + framed[0]["bounding"][2]
+    scale = round(min(max(min(WINDOW[0] / width, WINDOW[1] / height), ZOOM[0]), ZOOM[1]), 2)
+    return framed, note, {"scale": scale, "offset": [round(pixels / scale) for pixels in CORNER]}
 
 
 def _split(nodes: dict[int, dict[str, Any]], columns: Columns) -> Columns:
@@ -526,10 +603,6 @@ def _space(node: dict[str, Any]) -> int:
 
 def _width(nodes: dict[int, dict[str, Any]], columns: Columns) -> int:
     return 2 * MARGIN - GAP + sum(GAP + max(nodes[key]["size"][0] for key in column) for column in columns)
-
-
-def _row(widths: list[int]) -> int:
-    return sum(widths) + GAP * max(0, len(widths) - 1)
 
 
 def _place_row(
@@ -569,7 +642,7 @@ def main(address: str, *options: str) -> None:
     for path, text in written(json.loads(_ask(f"{address}/object_info"))).items():
         path.write_text(text, encoding="utf-8", newline="\n")
     if "--thumbnails" in options:
-        for name in ("first_lora", *(name for name in LAYOUTS if name != "first_lora")):
+        for name in LAYOUTS:
             _thumbnail(address, name)
 
 
@@ -578,7 +651,7 @@ TUNED = "graft_thumbnail.safetensors"
 
 
 def _thumbnail(address: str, name: str) -> None:
-    """Run a workflow at demo size and write the last picture that it saves, with a label, as <name>.jpg."""
+    """Run a workflow at demo size and write its thumbnail: the last picture saved, with a label."""
     prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     prompt = at_demo_size(prompt, steps=THUMBNAIL_STEPS, lora="first_lora.safetensors", tuned=TUNED)
     if name == "merge_and_extract":  # what it reads besides the LoRA that first_lora saved
@@ -591,7 +664,7 @@ def _thumbnail(address: str, name: str) -> None:
     saved = [images for images in saved if images[0]["type"] == "output"]
     asked = [urllib.parse.urlencode(image) for image in saved[-1][:4]]
     pictures = [Image.open(io.BytesIO(_ask(f"{address}/view?{image}"))).convert("RGB") for image in asked]
-    _labeled(pictures).save(WORKFLOWS / f"{name}.jpg", quality=85)
+    _labeled(pictures).save(editor_file(name, "jpg"), quality=85)
 
 
 def _labeled(pictures: list[Image.Image], side: int = 384) -> Image.Image:

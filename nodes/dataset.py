@@ -8,6 +8,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..starter.in_comfyui import STARTER
 from ..training import data
 from ..training.comfy import paths
 from ..training.comfy.dataset.in_memory import remember_set
@@ -54,7 +55,7 @@ class LoadDataset(Node):
             inputs=[
                 Files(
                     "folder",
-                    options=data.list_datasets(paths.dataset_roots()),
+                    options=data.list_datasets([root for root in paths.dataset_roots() if root != STARTER]),
                     tooltip="Folder in ComfyUI's input directory, or one registered as graft_datasets in "
                     "extra_model_paths.yaml. A folder named 10_cat counts ten times.",
                 ),
@@ -67,7 +68,10 @@ class LoadDataset(Node):
                 DatasetSettings.Input("dataset_settings", optional=True, tooltip=SETTINGS),
                 widget(DatasetConfig, "references"),
             ],
-            outputs=[Dataset.Output("dataset")],
+            outputs=[
+                Dataset.Output("dataset"),
+                io.String.Output("trigger_word", tooltip="The trigger word, for prompts."),
+            ],
         )
 
     @classmethod
@@ -105,7 +109,7 @@ class LoadDataset(Node):
             folders = [folder, *_reference_folders(config.references)]
             root, *references = (data.resolve_dataset(name, paths.dataset_roots()) for name in folders)
             images = data.scan(root, config, references=references, on_progress=on_progress)
-        return io.NodeOutput(images, ui={"text": [data.summary(images)]})
+        return io.NodeOutput(images, config.caption.trigger, ui={"text": [data.summary(images)]})
 
 
 class DatasetFromImages(Node):

@@ -6,17 +6,14 @@ import base64
 import io
 import json
 import zipfile
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-import graft
+from graft.dev.make_workflows import editor_file
 
 pytestmark = pytest.mark.browser
-WORKFLOW = json.loads(
-    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
-)
+WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET = 2
 DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 WIDGET = "node.widgets.find(w => w.name === '{}').value"

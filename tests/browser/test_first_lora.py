@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import graft
+from graft.dev.make_workflows import LAYOUTS
 
 pytestmark = pytest.mark.browser
 API = json.loads((Path(graft.__file__).parent / "example_workflows" / "api" / "first_lora.json").read_text())
@@ -18,7 +19,7 @@ DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 @pytest.fixture(scope="module", autouse=True)
 def opened(editor):
     editor.open()
-    editor.open_template("first_lora")
+    editor.open_template(LAYOUTS["first_lora"].title)
 
 
 @pytest.fixture(scope="module")

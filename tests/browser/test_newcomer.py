@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from graft.dev.make_workflows import LAYOUTS
+
 pytestmark = pytest.mark.browser
 TRAIN, SAVE_IMAGE = 5, 12
 MOST_CLICKS = 5
@@ -28,7 +30,7 @@ def test_the_first_picture_takes_at_most_five_clicks(editor, running, seconds):
     editor.open()
     told.append(("the editor is open", seconds()))
     before = page.clicks
-    editor.open_template("first_lora")
+    editor.open_template(LAYOUTS["first_lora"].title)
     if not os.environ.get("GRAFT_WHOLE_TEMPLATE"):
         editor.set(TRAIN, steps=3, batch_size=1)
     editor.run()

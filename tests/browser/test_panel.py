@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-import graft
+from graft.dev.make_workflows import editor_file
 from graft.tests.support.editor import Editor
 from graft.training.config import ADDED
 from graft.training.run.queued import run_settings
 
 pytestmark = pytest.mark.browser
-WORKFLOW = json.loads(
-    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
-)
+WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 LONG, STEPS = "long-0123456789abcdef", 10_000
 SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"

@@ -7,16 +7,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
-import graft
+from graft.dev.make_workflows import editor_file
 
 pytestmark = pytest.mark.browser
-WORKFLOW = json.loads(
-    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
-)
+WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 REPORT = "node.widgets.find(w => w.name === 'graft_text').element"
 SHADOW = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-import graft
 from graft.commands.headless.server import find_comfyui, server
+from graft.dev.make_workflows import editor_file
 from graft.tests.support.editor import Editor
 
 pytestmark = pytest.mark.browser
-WORKFLOW = json.loads(
-    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
-)
+WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 STATUS = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot.querySelector('.status')"
 REPORT = "node.widgets.find(w => w.name === 'graft_text').element.value"

@@ -9,10 +9,11 @@ import pytest
 from PIL import Image
 
 import graft
-from graft.dev.make_workflows import SILENT
+from graft.dev.make_workflows import SILENT, editor_file
 
 pytestmark = pytest.mark.browser
 TEMPLATES = sorted((Path(graft.__file__).parent / "example_workflows").glob("*.json"))
+FIRST_LORA = editor_file("first_lora")
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 SIZES = ((64, 64), (160, 64), (64, 160), (128, 80), (80, 128))
 """Of five images that go to five buckets at resolution 64."""
@@ -104,7 +105,7 @@ def test_nothing_is_covered_after_a_run_with_five_buckets_and_five_bad_files(ope
         Image.new("RGB", size, "red").save(folder / f"{index}.png")
         (folder / f"{index}.txt").write_text("a square")
         (folder / f"bad_{index}.png").write_text("no image")
-    show(opened, next(path for path in TEMPLATES if path.stem == "first_lora"))
+    show(opened, FIRST_LORA)
     opened.set(DATASET, folder="five", resolution="64", skip_bad_images=True)
     opened.set(LORA, rank=2)
     opened.set(TRAIN, steps=1, batch_size=1, name="five")

@@ -108,6 +108,7 @@ def graft_nodes():
         "nodes_hunyuan.py",
         "nodes_images.py",
         "nodes_dataset.py",
+        "nodes_string.py",
     ):
         asyncio.run(
             nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")

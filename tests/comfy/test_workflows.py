@@ -13,10 +13,10 @@ from PIL import Image
 
 import graft
 from graft.commands.headless.server import comfyui_version
-from graft.dev.make_workflows import at_demo_size, written
+from graft.dev.make_workflows import LAYOUTS, at_demo_size, editor_file, written
 
 FOLDER = Path(graft.__file__).parent / "example_workflows"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+NAMES = list(LAYOUTS)
 WIDGETS = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN"}
 NOTES = {"Note", "MarkdownNote"}
 FILES = {
@@ -39,7 +39,7 @@ OLDEST = "0.3.75"
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request):
     """The workflow in both forms."""
-    return load(FOLDER / f"{request.param}.json"), load(FOLDER / "api" / f"{request.param}.json")
+    return load(editor_file(request.param)), load(FOLDER / "api" / f"{request.param}.json")
 
 
 @pytest.fixture
@@ -110,7 +110,8 @@ def to_api(workflow, schemas):
 
 
 def test_every_workflow_has_both_forms():
-    assert NAMES and NAMES == sorted(path.stem for path in (FOLDER / "api").glob("*.json"))
+    assert sorted(NAMES) == sorted(path.stem for path in (FOLDER / "api").glob("*.json"))
+    assert sorted(map(editor_file, NAMES)) == sorted(FOLDER.glob("*.json"))
 
 
 def test_the_editor_form_is_the_api_form(pair, schemas):
@@ -233,5 +234,5 @@ def test_every_workflow_runs(name, execute, made, base):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_workflow_has_a_small_picture(name):
-    path = FOLDER / f"{name}.jpg"
+    path = editor_file(name, "jpg")
     assert max(Image.open(path).size) <= 512 and path.stat().st_size < 100_000

@@ -34,6 +34,7 @@ def test_folders_in_folders_are_named_with_either_slash(roots, tmp_path):
 
 
 def test_the_menu_lists_what_can_be_chosen(roots):
+    (roots[0] / "3d").mkdir()  # by ComfyUI
     found = list_datasets(roots)
     assert found == ["cats", "photos", "photos/dogs"]
     assert all(resolve_dataset(name, roots).is_dir() for name in found)

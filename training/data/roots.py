@@ -18,6 +18,8 @@ KIND = "graft_datasets"
 """Key in extra_model_paths.yaml."""
 RENAMED = {"demo": "starter"}
 """Old name of a root, as in saved graphs -> its name now."""
+COMFYUI_OWN = ("3d", "clipspace")
+"""Folders that ComfyUI makes in its input folder."""
 LOOKED_AT, OF_EACH = 20_000, 500
 """Most entries searched for subfolders, in total and per folder: the menu is made at every page load."""
 
@@ -74,6 +76,8 @@ def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:
             continue
         below = []
         for child in _folders(root, count()):
+            if index == 0 and child in COMFYUI_OWN:
+                continue
             deeper = _folders(root / child, islice(budget, OF_EACH))
             below += [child, *(f"{child}/{name}" for name in deeper)]
         names += [root.name, *(f"{root.name}/{child}" for child in below)] if index else below
