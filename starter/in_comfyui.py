@@ -1,6 +1,6 @@
 """The starter in every ComfyUI with Graft: a tiny base model, its text encoder, captioned images.
 
-So the template "01 First LoRA" runs without a download. The text encoder is made from a seed at its first use.
+So the template "01 First LoRA" runs without a download. The text encoder is made from a seed when first used.
 """
 
 from __future__ import annotations
