@@ -457,6 +457,9 @@ class SampleConfig:
         added=True,
     )
     fps: float = setting(16.0, "Frames per second at which sample clips play.", low=1, high=240, added=True)
+    seconds: float = setting(
+        10.0, "Seconds of a sample, for models that make sound.", low=0.1, high=3600, step=0.1, added=True
+    )
     walk_seed: bool = setting(
         False, "Use another seed for every set. Otherwise sets differ by the training alone."
     )

@@ -34,6 +34,7 @@ canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
                        border-radius: 50%; background: var(--color); }
 .samples { display: flex; gap: 4px; flex: none; height: ${THUMBNAILS_HEIGHT - 4}px; overflow-x: auto; }
 .samples img { height: 100%; border-radius: 4px; display: block; }
+.samples audio { height: 100%; max-height: 40px; align-self: center; flex: none; }
 [hidden] { display: none; }`
 
 export class Panel {
@@ -266,6 +267,7 @@ export class Panel {
             ...this.newest.map(({ name, step, number }) => {
                 const url = this.api.apiURL(`/graft/sample?${new URLSearchParams({ run: live.run, name })}`)
                 const title = `${this.words.step} ${step}, ${number + 1}`
+                if (name.endsWith(".flac")) return make("audio", { src: url, title, controls: true, preload: "none" })
                 const image = make("img", { src: url, alt: title, title, draggable: false })
                 return make("a", { href: url, target: "_blank", rel: "noopener" }, image)
             }),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import av
+import comfy.sample
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +20,7 @@ from graft.training.comfy.model.first_frame import stock_node
 from graft.training.comfy.run import samples
 from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
 from graft.training.data import DatasetConfig, encode, scan
-from graft.training.loop import train
+from graft.training.loop import initial_state, train
 
 SOUNDS = DatasetConfig(seconds=1.5, dtype="fp32")
 
@@ -27,13 +31,17 @@ def folder(tmp_path):
     return write_sound(tmp_path / "sounds" / "a.wav", wave(2.0)).parent
 
 
+def call_stock(name, method, **inputs):
+    node = stock_node(f"nodes_audio.{name}")
+    outputs = (node.execute if hasattr(node, "execute") else getattr(node(), method))(**inputs)
+    return (outputs if isinstance(outputs, tuple) else outputs.result)[0]
+
+
 def stock_latents(vae, samples):
-    node, audio = stock_node("nodes_audio.VAEEncodeAudio"), {"waveform": samples[None], "sample_rate": RATE}
-    encode = node.execute if hasattr(node, "execute") else node().encode
+    audio = {"waveform": samples[None], "sample_rate": RATE}
     with torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(0)  # its VAE draws noise
-        outputs = encode(vae=vae, audio=audio)
-    return (outputs if isinstance(outputs, tuple) else outputs.result)[0]["samples"]
+        return call_stock("VAEEncodeAudio", "encode", vae=vae, audio=audio)["samples"]
 
 
 def test_stable_audio_trains_on_the_latents_of_the_stock_node_and_knows_the_seconds(folder, tmp_path):
@@ -70,10 +78,45 @@ def test_sound_for_a_vae_of_images_is_refused(folder, tmp_path):
         encode(scan(folder, replace(SOUNDS)), encoder, tmp_path / "cache")
 
 
-def test_samples_of_sound_are_not_drawn_and_the_node_says_so(tmp_path):
-    family = ComfyDenoiser(OTHERS["stable_audio"]()).family
-    settings = samples.SamplePrompts(Clip(OTHERS["stable_audio"]), oobleck_vae(), ("a tone",), every=1)
-    assert any("draws no sound" in note for note in settings.notes(family))
-    writer = samples.SampleWriter(settings, None, family, tmp_path, 0, 4)
-    writer.draw_if_due(2, handles=None)
-    assert writer.steps_due(4) == [] and not list(tmp_path.iterdir())
+def test_samples_of_sound_are_drawn_and_sound_as_the_stock_nodes_decode_them(tmp_path, monkeypatch):
+    tiny, vae, clip = OTHERS["stable_audio"], oobleck_vae(), Clip(OTHERS["stable_audio"])
+    denoiser = ComfyDenoiser(tiny())
+    settings = samples.SamplePrompts(
+        *(clip, vae, ("a [trigger] tone",)), seconds=1.5, every=2, steps=1, cfg=1.0, sampler="euler"
+    )
+    assert not settings.notes(denoiser.family)
+    state = initial_state(denoiser, TrainConfig(adapter=AdapterConfig(rank=2)))
+    writer = samples.SampleWriter(
+        *(settings, denoiser.patcher, denoiser.family, tmp_path, 0, 2), trigger="low", metadata={"prompt": {}}
+    )
+    monkeypatch.setattr(samples, "with_lora", lambda model, clip, *_: (model, clip))
+    sampled, sample = [], comfy.sample.sample
+    monkeypatch.setattr(
+        comfy.sample, "sample", lambda *a, **b: sampled.append((a, sample(*a, **b))) or sampled[-1][1]
+    )
+    writer.on_start({0: lambda: state})
+    [((_, noise, *_, positive, _, empty), latents)] = sampled
+    assert clip.asked[0] == ("a low tone", {}) and positive[0][1]["seconds_total"] == 1.5
+    assert noise.shape == empty.shape == (1, 64, 32)
+    with torch.inference_mode():
+        expected = call_stock("VAEDecodeAudio", "decode", vae=vae, samples={"samples": latents})
+    [file] = tmp_path.iterdir()
+    assert file.name == "step-00000000-0.flac"
+    with av.open(str(file)) as opened:
+        assert opened.streams.audio[0].rate == expected["sample_rate"] == 44100
+        assert opened.metadata["graft_prompt"] == "a [trigger] tone" and opened.metadata["prompt"] == "{}"
+        frames = [
+            frame.to_ndarray() / 2.0 ** (8 * frame.format.bytes - 1) for frame in opened.decode(audio=0)
+        ]
+    heard = torch.from_numpy(np.concatenate(frames, 1)).reshape(-1, 2).T
+    assert heard.shape == expected["waveform"][0].shape
+    assert torch.allclose(heard.float(), expected["waveform"][0].clamp(-1, 1), atol=1e-3)
+
+
+def test_lyrics_of_a_sample_prompt_are_given_line_by_line():
+    tiny = OTHERS["ace"]
+    clip, vae = Clip(tiny), SimpleNamespace(output_channels=2)
+    family = ComfyDenoiser(tiny()).family
+    settings = samples.SamplePrompts(clip, vae, ("piano [lyrics] [verse] / one two / three",))
+    samples.Prompt(settings.prompts[0], (), family).encode(settings, clip, settings.prompts[0], (64, 64))
+    assert clip.asked == [("piano", {"lyrics": "[verse]\none two\nthree"})]

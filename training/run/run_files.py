@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.(png|webp)", re.ASCII)
+SAMPLE = re.compile(r"step-(\d{8,20})-(\d{1,6})\.(png|webp|flac)", re.ASCII)
 CHECKPOINT = re.compile(r"step-(\d{8,20})", re.ASCII)
 
 

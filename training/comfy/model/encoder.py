@@ -10,7 +10,6 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...data.caption import LYRICS
 from ...family import Family
 from ...model import Conditioning
 from ...user_error import UserError
@@ -18,7 +17,8 @@ from .conditioning import read_conditioning
 from .denoiser import ComfyDenoiser, require_plain
 from .edits import encode_edit, mask_image
 from .fingerprint import fingerprint
-from .first_frame import give_first_frame, stock_node
+from .first_frame import give_first_frame
+from .sound import Sound, encode_song, encode_sound, is_of_sound
 from .unseen import find_unseen
 
 
@@ -93,31 +93,17 @@ class ComfyEncoder:
 
     def encode_sound(self, samples: Tensor, rate: int) -> Tensor:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        if self.vae.latent_dim != 1 and getattr(self.vae, "extra_1d_channel", None) is None:
+        if not is_of_sound(self.vae):
             raise UserError(
                 "seconds: this VAE is for images and takes no sound; set seconds to 0 in Load Dataset, or "
                 "choose a model of sound and its VAE."
             )
-        node, audio = (
-            stock_node("nodes_audio.VAEEncodeAudio"),
-            {"waveform": samples[None], "sample_rate": rate},
-        )
-        encode = node.execute if hasattr(node, "execute") else node().encode  # as it was in 0.3.75
-        # Stable Audio's VAE draws noise; the same one each time, so that a run can be repeated.
-        devices = [self.vae.device] if self.vae.device.type == "cuda" else []
-        with torch.inference_mode(), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            outputs = encode(vae=self.vae, audio=audio)
-            latent = (outputs if isinstance(outputs, tuple) else outputs.result)[0]
-            return latent["samples"].to("cpu", torch.float32).clone()  # type: ignore[no-any-return]
+        return encode_sound(self.vae, Sound(samples, rate))
 
     def encode_text(self, caption: str) -> Conditioning:
         comfy.model_management.throw_exception_if_processing_interrupted()
-        tags, mark, lyrics = caption.partition(LYRICS)
-        options = {"lyrics": lyrics} if mark else {}
         with torch.inference_mode():
-            tokens = self.clip.tokenize(tags, **options)
-            return read_conditioning(self.clip.encode_from_tokens_scheduled(tokens))
+            return read_conditioning(encode_song(self.clip, caption))
 
     def encode_edit(self, caption: str, references: Sequence[Tensor]) -> Conditioning:
         comfy.model_management.throw_exception_if_processing_interrupted()

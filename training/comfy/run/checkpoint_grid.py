@@ -18,6 +18,7 @@ from ...run.saved_state import StateHandle
 from ...state import best_step
 from ...user_error import UserError
 from ..model.denoiser import ComfyDenoiser
+from ..model.sound import Sound
 from .sample_model import require_same_layers
 from .samples import SamplePrompts, draw_samples
 
@@ -71,6 +72,11 @@ def checkpoint_grid(
     with the last one. A sample that does not fit into memory stays blank. Of a clip, the frame in the
     middle is shown.
     """
+    if settings.is_sound:
+        raise UserError(
+            "Checkpoint Grid draws images, and this VAE is one of sound; listen to the samples on Train "
+            "Steps."
+        )
     if settings.model is not None:
         require_same_layers(settings.model, ComfyDenoiser(model), handle.adapter)
     run = Run.of(handle)
@@ -88,6 +94,7 @@ def checkpoint_grid(
                 settings, model, state, family_named(state.family), trigger, strength=strength
             )
             for column, frames in enumerate(images):
+                assert not isinstance(frames, Sound)
                 blank = [Image.new("RGB", (settings.width, settings.height), "white")]
                 drawn[column].append((frames or blank)[len(frames or blank) // 2])
                 done = len(rows) * len(settings.prompts) + column + 1

@@ -28,6 +28,8 @@ from .list_routes import routes as list_routes
 from .list_routes import run_folder
 from .session import known_runs, request_finish
 
+TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "flac": "audio/flac"}
+
 
 def add_routes() -> None:
     """Add the routes if a server is running, once."""
@@ -106,8 +108,9 @@ async def files(request: web.Request) -> web.Response:
 
 
 async def sample(request: web.Request) -> web.StreamResponse:
-    """Answer the image ?run=<run>&name=step-<n>-<prompt>.png, or the animated one of a clip, .webp; with
-    &small=1 its thumbnail.
+    """Answer the sample ?run=<run>&name=step-<n>-<prompt>.png; .webp of a clip, .flac of a sound.
+
+    With &small=1, the thumbnail of an image.
     """
     folder, name = run_folder(request), request.query.get("name", "")
     path = folder / "samples" / name
@@ -118,7 +121,7 @@ async def sample(request: web.Request) -> web.StreamResponse:
     if request.query.get("small") == "1":
         with suppress(BadImage, OSError):  # then the image itself
             path, kind = await in_thread(lambda: thumbnail(path, paths.cache_folder())), "jpeg"
-    headers = {"Content-Type": f"image/{kind}", "X-Content-Type-Options": "nosniff"}
+    headers = {"Content-Type": TYPES[kind], "X-Content-Type-Options": "nosniff"}
     return web.FileResponse(path, headers=headers)
 
 

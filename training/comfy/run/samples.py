@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...config import SampleConfig
 from ...data.bucket import Size
-from ...data.caption import LONGEST, literal
+from ...data.caption import LONGEST, LYRICS, literal
 from ...data.open_sample import fit_image
 from ...family import Family
 from ...files.whole_file import whole_file
@@ -38,9 +38,11 @@ from ...user_error import UserError
 from ..files.trained_lora import with_lora
 from ..model.edits import encode_edit
 from ..model.first_frame import give_first_frame
+from ..model.sound import Sound, decode_sound, encode_song, encode_sound, is_of_sound, with_seconds
 from ..model.unload import unload
 from .notes import family_in
 from .sample_clips import save_clip
+from .sample_sounds import save_sound
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
 SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
@@ -48,10 +50,14 @@ SCHEDULERS: list[str] = comfy.samplers.KSampler.SCHEDULERS
 SHOWN = 5
 """Steps that a warning lists at most."""
 
+SILENCE_RATE = 44100
+"""Samples in a second of the silence that gives a sound's latents their size."""
 PREVIEW_SIDE = 512
 """Pixels of the longer side of an image on the node."""
-IMAGE, CLIP = KINDS = (".png", ".webp")
-"""Endings of a sample's file: of an image, and of a clip as the node shows it."""
+IMAGE, CLIP, SOUND = KINDS = (".png", ".webp", ".flac")
+"""Endings of a sample's file: of an image, of a clip as the node shows it, and of a sound."""
+LYRICS_MARK, LINE_MARK = " [lyrics] ", " / "
+"""In a prompt: before the lyrics of a song, and between two lines of them."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,8 @@ class SamplePrompts(SampleConfig):
 
     @property
     def is_sound(self) -> bool:
-        """Whether the VAE is one of sound, of which no samples are drawn."""
-        audio_rows = getattr(self.vae, "extra_1d_channel", None) is not None
-        return audio_rows or getattr(self.vae, "latent_dim", 2) == 1
+        """Whether samples are sounds."""
+        return is_of_sound(self.vae)
 
     def drawn_by(self, trained: Family) -> Family:
         """Return the family of the model that draws, `trained` where that is the one that is trained."""
@@ -133,15 +138,14 @@ class SamplePrompts(SampleConfig):
             )
         if self.negative and cfg == 1:
             notes.append("the negative prompt of Sample Prompts has no effect at cfg 1.")
-        if self.is_sound:
-            return [*notes, "Sample Prompts draws no sound: sample with the MODEL of Train Steps instead."]
         if family.needs_first_frame and not (self.images and self.draws_clips):
             notes.append(
                 f"{family.name} goes on from a clip's first frame: connect image1 of Sample Prompts and set "
                 "its frames above 1; without them its samples say little."
             )
         if self.frames > 1 and not self.draws_clips:
-            notes.append(f"frames {self.frames} of Sample Prompts: this VAE is for images; images are drawn.")
+            kind = "sound; sounds" if self.is_sound else "images; images"
+            notes.append(f"frames {self.frames} of Sample Prompts: this VAE is for {kind} are drawn.")
         return notes
 
 
@@ -154,7 +158,8 @@ class SampleWriter:
     """The MODEL that the LoRA is trained on; it draws unless the settings have another."""
     family: Family
     folder: Path
-    """Samples are saved as `folder`/step-<n>-<index of the prompt>.png, clips as .webp and .mp4."""
+    """Samples are saved as `folder`/step-<n>-<index of the prompt>.png, clips as .webp and .mp4, sounds as
+    .flac."""
     first: int
     """Step at which the run starts."""
     last: int
@@ -186,14 +191,14 @@ class SampleWriter:
     def draw_if_due(self, step: int, handles: Handles, *, now: bool = False) -> None:
         """Draw the set of `step`, if one is due or asked for `now`."""
         due = bool(self.settings.every) and step % self.settings.every == 0
-        if not self.settings.is_sound and (due or now):
+        if due or now:
             with handles.give_base_back():
                 self.draw(handles.state(), range(len(self.settings.prompts)))
 
     def steps_due(self, reached: int) -> list[int]:
         """Return the steps up to `reached` at which a set is due."""
         every = self.settings.every
-        if not every or self.settings.is_sound:
+        if not every:
             return []
         begin = [self.first] if self.settings.before_training else []
         return [*begin, *range((self.first // every + 1) * every, reached + 1, every)]
@@ -211,8 +216,10 @@ class SampleWriter:
         try:
             drawn = draw_samples(settings, self.model, state, self.family, self.trigger)
             for index, frames in zip(indices, drawn, strict=True):
-                if frames is not None:
-                    texts = {**self.metadata, "graft_prompt": self.settings.prompts[index]}
+                texts = {**self.metadata, "graft_prompt": self.settings.prompts[index]}
+                if isinstance(frames, Sound):
+                    save_sound(frames, self.path(state.step, index, SOUND), texts)
+                elif frames is not None:
                     if len(frames) > 1:
                         save_clip(frames, self.settings.fps, self.path(state.step, index, CLIP), texts)
                     else:
@@ -233,9 +240,9 @@ def draw_samples(
     trigger: str = "",
     *,
     strength: float = 1.0,
-) -> Iterator[Sequence[Image.Image] | None]:
-    """Yield one image or the frames of a clip per prompt, drawn with the LoRA of `state`; None if memory runs
-    out.
+) -> Iterator[Sequence[Image.Image] | Sound | None]:
+    """Yield one image, the frames of a clip or a sound per prompt, drawn with the LoRA of `state`; None if
+    memory runs out.
     """
     settings, drawn_by = settings.of(family), settings.drawn_by(family)
     patched, clip = with_lora(
@@ -257,6 +264,9 @@ class Prompt:
 
     def encode(self, settings: SamplePrompts, clip: Any, text: str, size: Size) -> Any:
         """Return the CONDITIONING of a text with the references, which get about as many pixels as `size`."""
+        if settings.is_sound:
+            song = LYRICS.join(part.replace(LINE_MARK, "\n") for part in text.split(LYRICS_MARK, 1))
+            return with_seconds(encode_song(clip, song), settings.seconds)
         references = () if self.family.first_frame else self.references
         images = [fit_image(image, size, self.family.bucket_step) for image in references]
         encoded = encode_edit(clip, settings.vae, text, images, self.family)
@@ -267,7 +277,7 @@ class Prompt:
 
 def _draw_prompt(
     settings: SamplePrompts, model: Any, clip: Any, prompt: Prompt, seed: int
-) -> Sequence[Image.Image] | None:
+) -> Sequence[Image.Image] | Sound | None:
     """Draw one prompt; at half the size if memory runs out, None if it runs out again."""
     step = prompt.family.bucket_step
     for divisor in (1, 2):
@@ -287,19 +297,15 @@ def _draw_prompt(
 
 def _sample(
     settings: SamplePrompts, model: Any, clip: Any, prompt: Prompt, seed: int, width: int, height: int
-) -> Sequence[Image.Image]:
+) -> Sequence[Image.Image] | Sound:
     def on_step(*_: Any) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     positive, negative = (
         prompt.encode(settings, clip, text, (width, height)) for text in (prompt.text, settings.negative)
     )
-    reduction = int(settings.vae.spacial_compression_encode())
-    channels = model.get_model_object("latent_format").latent_channels
     frames = [settings.vae.downscale_ratio[0](settings.frames)] if settings.draws_clips else []
-    latent = torch.zeros(1, channels, *frames, height // reduction, width // reduction)
-    latent = comfy.sample.fix_empty_latent_channels(model, latent)
-    given: dict[str, Any] = {"samples": latent}
+    given: dict[str, Any] = {"samples": _empty_latent(settings, model, width, height, frames)}
     if frames and prompt.family.first_frame and prompt.references:
         size = (width, height, int(settings.vae.upscale_ratio[0](frames[0])))
         positive, negative, given = give_first_frame(
@@ -320,10 +326,24 @@ def _sample(
         disable_pbar=True,
         seed=seed,
     )
+    if settings.is_sound:
+        return decode_sound(settings.vae, samples)
     pixels = settings.vae.decode(samples)  # in tiles if the whole does not fit
     pixels = pixels.reshape(-1, *pixels.shape[-3:])[: None if settings.draws_clips else 1]
     colors = (pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy()
     return [Image.fromarray(frame) for frame in colors]
+
+
+def _empty_latent(
+    settings: SamplePrompts, model: Any, width: int, height: int, frames: Sequence[int]
+) -> Tensor:
+    if settings.is_sound:
+        silence = torch.zeros(2, round(SILENCE_RATE * settings.seconds))
+        return torch.zeros_like(encode_sound(settings.vae, Sound(silence, SILENCE_RATE)))
+    reduction = int(settings.vae.spacial_compression_encode())
+    channels = model.get_model_object("latent_format").latent_channels
+    latent = torch.zeros(1, channels, *frames, height // reduction, width // reduction)
+    return comfy.sample.fix_empty_latent_channels(model, latent)  # type: ignore[no-any-return]
 
 
 def save_png(image: Image.Image, path: Path, texts: Mapping[str, Any]) -> None:
