@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="everything is written here")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--variants", type=int, default=4, help="pictures of an icon: colors, poses")
+    parser.add_argument("--trained", type=int, help="icons to train on; default: all")
     parser.add_argument("--base-steps", type=int, default=500)
     parser.add_argument("--lora-steps", type=int, default=200)
     parser.add_argument("--rank", type=int, default=16)
@@ -228,7 +229,9 @@ def encode_views(settings: argparse.Namespace) -> dict[str, Tensor]:
     """Return {view: (pictures, 16, 16, 16)} of the icons to train on, ready for the model."""
     path = settings.work / f"views-{settings.variants}.pt"
     if not path.exists():
-        pictures = [variant(icon, n) for icon in icons(*TRAINED) for n in range(settings.variants)]
+        pictures = [
+            variant(icon, n) for icon in icons(*TRAINED)[: settings.trained] for n in range(settings.variants)
+        ]
         scale, views = build_model().process_latent_in, {}
         for name, view in VIEWS.items():
             pixels = torch.stack([view(picture) for picture in pictures]).permute(0, 2, 3, 1)
@@ -287,7 +290,7 @@ def write_pairs(settings: argparse.Namespace) -> None:
     """Write the pairs to train on, and the outlines and targets of held-out icons, into ComfyUI's input."""
     folder = settings.work / "input"
     shutil.rmtree(folder)
-    for icon in icons(*TRAINED):
+    for icon in icons(*TRAINED)[: settings.trained]:
         for number in range(min(2, settings.variants)):
             plain, name = variant(icon, number), f"{icon.parent.name}-{icon.stem}-{number}"
             save(plain, folder / "targets" / f"{name}.png")

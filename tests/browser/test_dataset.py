@@ -7,10 +7,12 @@ import io
 import json
 import zipfile
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from graft.dev.make_workflows import editor_file
+from graft.tests.support.clips import write_clip
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
@@ -218,3 +220,58 @@ def test_the_gallery_of_a_report_leads_to_its_images_the_worst_first(opened, inp
     opened.page.wait_for(f"{buttons}.map(b => b.className).join() === ',out,'")
     (input_folder / "dog.txt").write_text("a dog\n")
     opened.set(DATASET, leave_out="")
+
+
+COLORS = (255, 0, 0), (0, 0, 255)
+PREVIEWS = """(folders => {
+    app.graph.clear()
+    const make = (type, left, top, values = {}) => {
+        const node = LiteGraph.createNode(type)
+        node.pos = [left, top]
+        app.graph.add(node)
+        for (const [name, value] of Object.entries(values))
+            node.widgets.find(widget => widget.name === name).value = value
+        return node
+    }
+    const base = make('CheckpointLoaderSimple', 0, 0, { ckpt_name: 'graft_tiny_sd3.safetensors' })
+    return folders.map((folder, index) => {
+        const dataset = make('GraftLoadDataset', 340, 560 * index, { resolution: '64', ...folder })
+        const preview = make('GraftPreviewDataset', 700, 560 * index)
+        const image = make('PreviewImage', 1000, 560 * index)
+        dataset.connect(0, preview, 'dataset')
+        base.connect(0, preview, 'model')
+        preview.connect(0, image, 0)
+        app.canvas.ds.scale = 0.5
+        app.canvas.ds.offset = [100, 100]
+        return image.id
+    })
+})"""
+"""Makes a preview of each dataset and returns the ids of the nodes that show them."""
+
+
+def test_preview_dataset_shows_pairs_side_by_side_and_the_frames_of_clips(opened, running):
+    folder = running.base / "input"
+    for name, color in zip(("sources", "targets"), COLORS):
+        (folder / name).mkdir(exist_ok=True)
+        Image.new("RGB", (64, 64), color).save(folder / name / "a.png")
+    (folder / "targets" / "a.txt").write_text("make it blue")
+    frames = np.stack([np.full((64, 64, 3), level, np.uint8) for level in (0, 80, 160, 240)])
+    write_clip(folder / "clips" / "a.mp4", frames)
+    datasets = [{"folder": "targets", "references": "sources"}, {"folder": "clips", "frames": 4}]
+    ids = opened.page.evaluate(f"{PREVIEWS}({json.dumps(datasets)})")
+    opened.run()
+    shown = '(node.imgs?.[0] ?? document.querySelector(`[data-node-id="${node.id}"] img`))'
+    for node in ids:
+        opened.page.wait_for(f"(node => {shown}?.naturalWidth > 300)(app.graph.getNodeById({node}))", 120)
+    pair, clip = (np.asarray(sheet(opened, running, node)).astype(int) for node in ids)
+    half = pair.shape[1] // 2
+    has = [[(side == color).all(-1).any() for side in (pair[:, :half], pair[:, half:])] for color in COLORS]
+    assert has == [[True, False], [False, True]]
+    levels = {round(value / 80) for value in clip[..., 0].flatten() if value % 80 < 8 or value % 80 > 72}
+    assert levels >= {0, 1, 2, 3}
+
+
+def sheet(editor, running, node):
+    """Return the image that a node of the page shows."""
+    [shown] = editor.page.evaluate(f"app.nodeOutputs[{node}].images")
+    return Image.open(running.base / "temp" / shown["subfolder"] / shown["filename"]).convert("RGB")

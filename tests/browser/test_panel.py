@@ -10,6 +10,7 @@ from PIL import Image
 
 from graft.dev.make_workflows import editor_file
 from graft.tests.support.editor import Editor
+from graft.tests.support.sounds import wave, write_sound
 from graft.training.config import ADDED
 from graft.training.run.queued import run_settings
 
@@ -119,14 +120,16 @@ def test_the_chart_has_a_logarithmic_scale_and_values_under_the_pointer(editor):
 
 @pytest.fixture(scope="module")
 def long_run(running):
-    """A run of 10,000 steps on disk, with samples and checkpoints."""
+    """A run of 10,000 steps on disk, with checkpoints and samples: an image, a clip and a sound."""
     folder = running.base / "output" / "graft" / LONG
     (folder / "samples").mkdir(parents=True)
     for at in range(2000, STEPS + 1, 2000):
         (folder / "checkpoints" / f"step-{at:08d}").mkdir(parents=True)
-        for number in range(3):
-            image = Image.new("RGB", (96, 96), (at // 40, 90 * number, 160))
-            image.save(folder / "samples" / f"step-{at:08d}-{number}.png")
+        frames = [Image.new("RGB", (96, 96), (at // 40, 90 * number, 160)) for number in range(3)]
+        frames[0].save(folder / "samples" / f"step-{at:08d}-0.png")
+        clip = folder / "samples" / f"step-{at:08d}-1.webp"
+        frames[0].save(clip, save_all=True, append_images=frames[1:], duration=100)
+        write_sound(folder / "samples" / f"step-{at:08d}-2.flac", wave(0.5), caption=None)
     with (folder / "log.jsonl").open("w") as file:
         for at in range(1, STEPS + 1):
             loss = 0.3 + math.exp(-at / 2000)
@@ -151,6 +154,16 @@ def newer_inputs(editor):
     }
 
 
+def assert_samples_are_shown(editor):
+    images, sound = (f"[...{SHADOW}.querySelectorAll('.samples {kind}')]" for kind in ("img", "audio"))
+    wait(
+        editor, f"{images}.length === 2 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
+    )
+    wait(editor, f"{sound}.length === 1 && {sound}[0].controls && {sound}[0].clientHeight > 20")
+    editor.node(TRAIN, f"({sound}[0].preload = 'auto', true)")
+    wait(editor, f"{sound}[0].duration > 0.4")
+
+
 def test_samples_appear_with_the_run_that_was_queued_with_these_settings(editor, running, long_run):
     editor.set(TRAIN, name="long")
     graph = editor.page.evaluate("app.graphToPrompt().then(p => p.output)")
@@ -159,10 +172,8 @@ def test_samples_appear_with_the_run_that_was_queued_with_these_settings(editor,
     (running.base / "output" / "graft" / long_run / "queued.json").write_text(json.dumps(queued))
     editor.load(editor.page.evaluate("app.graph.serialize()"))
     wait_for_step(editor, STEPS)
-    images = f"[...{SHADOW}.querySelectorAll('.samples img')]"
-    wait(
-        editor, f"{images}.length === 3 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
-    )
+    running.shown = editor.page.evaluate("app.graph.serialize()")
+    assert_samples_are_shown(editor)
     assert all(word in editor.node(TRAIN, STATUS) for word in ("10000 / 10000", "7.0 GB", "offload, block"))
     assert all(word in editor.node(TRAIN, LEGEND) for word in ("validation", "samples", "learning rate"))
     assert editor.node(TRAIN, "node.size[1] >= node.computeSize()[1]")
@@ -244,13 +255,14 @@ def test_a_subgraph_shows_the_chart_and_exposes_steps_and_name(editor):
     assert editor.page.evaluate(values).items() >= {"steps": 3, "name": "inside"}.items()
 
 
-def test_the_panel_lives_in_vue_nodes(editor, running):
+def test_the_panel_and_its_samples_live_in_vue_nodes(editor, running):
     running.request("/settings", {"Comfy.VueNodes.Enabled": True})
     try:
         editor.open()
-        editor.load({**WORKFLOW, "id": "22222222-2222-4222-8222-222222222222"})
+        editor.load(running.shown)
         show_train_steps(editor)
         wait(editor, f"{SHADOW}.querySelector('canvas').getBoundingClientRect().width > 200")
+        assert_samples_are_shown(editor)
         assert editor.page.evaluate("!!document.querySelector('[data-node-id]')")
     finally:
         running.request("/settings", {"Comfy.VueNodes.Enabled": False})

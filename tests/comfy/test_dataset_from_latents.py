@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import comfy.sample
 import numpy as np
 import pytest
 import torch
@@ -14,9 +15,16 @@ from graft.nodes.dataset_from_latents import DatasetFromLatents
 from graft.nodes.lora import BuildLora
 from graft.nodes.sockets import trained_clip
 from graft.tests.support.first_lora import first_lora, lora
-from graft.tests.support.tiny_edits import EDITS, latents, stock_conditioning
+from graft.tests.support.tiny_edits import (
+    EDITS,
+    assert_seen,
+    latents,
+    sampled_arguments,
+    stock_conditioning,
+)
 from graft.tests.support.tiny_models import TINY
-from graft.tests.support.two_steps import CONFIG
+from graft.tests.support.tiny_others import OTHERS
+from graft.tests.support.two_steps import CONFIG, unmoved
 from graft.training.comfy.files.initial_lora import save_initial_state
 from graft.training.comfy.files.trained_lora import lora_model
 from graft.training.comfy.model.denoiser import ComfyDenoiser
@@ -233,3 +241,59 @@ def test_a_graph_of_stock_nodes_trains_and_saves_a_lora(execute, base):
     assert "Bucket 8 x 8 cells: 1 images" in shown
     tensors, metadata = lora(base, "stock")
     assert tensors and metadata["ss_num_train_images"] == "1" and "ss_resolution" not in metadata
+
+
+@pytest.fixture
+def with_sound():
+    """A LATENT of video and sound, and a CONDITIONING, for tiny LTX-2."""
+    tiny = OTHERS["ltxav"]
+    if tiny.missing:
+        pytest.skip("this ComfyUI has no LTX-2 with sound")
+    from comfy.nested_tensor import NestedTensor
+
+    parts = torch.randn(1, 128, 2, 4, 4), torch.randn(1, 8, 5, 16)
+    [[cross_attn, options]] = stock_conditioning(tiny, 1, [])
+    stored = cross_attn.bfloat16().float()  # as a dataset stores it
+    return {"samples": NestedTensor(parts)}, [[stored, options]]
+
+
+def test_video_with_its_sound_is_trained_as_the_sampler_gives_both_to_the_model(with_sound):
+    latent, conditioning = with_sound
+    denoiser = ComfyDenoiser(OTHERS["ltxav"]())
+    dataset = given([latent], [conditioning])
+    noise = comfy.sample.prepare_noise(latent["samples"], 1)
+    assert_seen(
+        denoiser, dataset.sample(0), sampled_arguments(denoiser, conditioning, noise, latent["samples"])
+    )
+    trained = train(denoiser, dataset, CONFIG, initial_state(denoiser, CONFIG), steps=2)
+    still = [name for name in unmoved(denoiser, trained) if "audio" in name]
+    assert any("audio_attn1" in name for name in trained.weights) and not still
+
+
+def test_video_with_sound_is_refused_by_a_model_of_video_alone(with_sound):
+    denoiser = ComfyDenoiser(OTHERS["ltxv"]())
+    with pytest.raises(UserError, match="LTXV takes latents of"):
+        train(denoiser, given([with_sound[0]], [with_sound[1]]), CONFIG, None, steps=1)
+
+
+def test_a_pickle_that_is_no_dataset_is_an_error_and_runs_no_code(base, graft_nodes):
+    folder = base / "models" / "datasets" / "evil"
+    folder.mkdir(parents=True)
+    load = graft_nodes["LoadTrainingDataset"].execute
+    torch.save(Touch(base / "touched"), folder / "shard_0000.pkl")
+    with pytest.raises(Exception, match="(?i)weights.only"):
+        load("evil")
+    assert not (base / "touched").exists()
+    torch.save({"latents": [1.0], "conditioning": ["text"]}, folder / "shard_0000.pkl")
+    with pytest.raises(UserError, match="which is no batch of latents; connect what VAE Encode"):
+        given(*load("evil").result)
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return self.path.touch, ()

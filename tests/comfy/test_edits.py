@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import comfy.sample
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,13 @@ from torch.nn import functional as F
 
 import nodes
 from graft.tests.support.datasets import add, picture
-from graft.tests.support.tiny_edits import EDITS, latents, stock_conditioning
+from graft.tests.support.tiny_edits import (
+    EDITS,
+    assert_seen,
+    latents,
+    sampled_arguments,
+    stock_conditioning,
+)
 from graft.tests.support.tiny_models import SIBLINGS, TINY
 from graft.training.comfy.model.conditioning import read_conditioning
 from graft.training.comfy.model.denoiser import ComfyDenoiser
@@ -96,36 +101,6 @@ def pixels_of(path):
     return torch.from_numpy(np.array(Image.open(path)).astype(np.float32) / 255)[None]
 
 
-def sampled_arguments(denoiser, tiny, conditioning, noise):
-    """Return what KSampler gives the model for a CONDITIONING."""
-    calls, apply_model = [], denoiser.model.apply_model
-    denoiser.model.apply_model = lambda x, t, **given: (
-        calls.append((x, t, given)) or apply_model(x, t, **given)
-    )
-    try:
-        with torch.inference_mode():
-            comfy.sample.sample(
-                *(denoiser.patcher, noise, 1, 1.0, "euler", "normal", conditioning, conditioning),
-                torch.zeros_like(noise),
-                disable_pbar=True,
-                seed=0,
-            )
-    finally:
-        del denoiser.model.apply_model
-    return calls[0]
-
-
-def assert_seen(denoiser, batch, sampled):
-    """The conditions of a step with this batch are those of the sampler, to the bit."""
-    x, _, given = sampled
-    [seen] = denoiser.conditions(x.clone(), batch)
-    assert seen.keys() == given.keys() - {"transformer_options", "control"}
-    for name, condition in seen.items():
-        ours, theirs = condition.cond, given[name]
-        for one, other in zip(*((value if isinstance(value, list) else [value]) for value in (ours, theirs))):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
-
-
 def stock_reference(clip, vae, caption, image):
     conditioning = clip.encode_from_tokens_scheduled(clip.tokenize(caption))
     return ReferenceLatent.execute(conditioning, {"samples": vae.encode(image)}).result[0]
@@ -160,7 +135,7 @@ def test_a_step_on_a_pair_sees_what_the_stock_nodes_give_the_sampler(name, node,
     denoiser.family = family_in(file, denoiser.patcher)
     batch = encoded(pairs, tiny, denoiser).sample(1)
     stock = node(FakeClip(tiny), FakeVae(tiny), "caption b", pixels_of(pairs / "sources" / "b.png"))
-    sampled = sampled_arguments(denoiser, tiny, stock, latents(tiny, 1)[None])
+    sampled = sampled_arguments(denoiser, stock, latents(tiny, 1)[None])
     assert "ref_latents" in sampled[2]
     assert_seen(denoiser, batch, sampled)
 
@@ -218,7 +193,7 @@ def test_an_inpainting_model_is_given_the_masked_image_and_its_mask(name, pairs)
     pixels = pixels_of(pairs / "targets" / "b.png")
     stock = nodes.InpaintModelConditioning().encode(stock, stock, pixels, vae, mask[None], False)[0]
     batch = dataset.sample(1)
-    assert_seen(denoiser, batch, sampled_arguments(denoiser, tiny, stock, latents(tiny, 1)[None]))
+    assert_seen(denoiser, batch, sampled_arguments(denoiser, stock, latents(tiny, 1)[None]))
     assert batch.masks.min() == pytest.approx(0.2) and batch.masks.max() == 1
     plain = dataset.sample(0)
     assert "concat_mask" not in plain.conditioning[0] and "concat_mask" in batch.conditioning[0]

@@ -1,9 +1,10 @@
-"""Tiny edit models, and what the stock nodes make of a caption and reference latents."""
+"""Tiny edit models, what stock nodes make of a caption and references, and what the sampler makes of that."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import comfy.sample
 import torch
 from comfy_extras.nodes_edit_model import ReferenceLatent
 from comfy_extras.nodes_flux import FluxKontextMultiReferenceLatentMethod
@@ -43,3 +44,33 @@ def edit_batch(name, references, size=None):
     ]
     batch = tiny.batch(range(len(references)), size)
     return dataclasses.replace(batch, conditioning=[read_conditioning(each) for each in stock])
+
+
+def sampled_arguments(denoiser, conditioning, noise, latent=None):
+    """Return what KSampler gives the model for a CONDITIONING."""
+    calls, apply_model = [], denoiser.model.apply_model
+    denoiser.model.apply_model = lambda x, t, **given: (
+        calls.append((x, t, given)) or apply_model(x, t, **given)
+    )
+    try:
+        with torch.inference_mode():
+            comfy.sample.sample(
+                *(denoiser.patcher, noise, 1, 1.0, "euler", "normal", conditioning, conditioning),
+                torch.zeros_like(noise) if latent is None else latent,
+                disable_pbar=True,
+                seed=0,
+            )
+    finally:
+        del denoiser.model.apply_model
+    return calls[0]
+
+
+def assert_seen(denoiser, batch, sampled):
+    """The conditions of a step with this batch are those of the sampler, to the bit."""
+    x, _, given = sampled
+    [seen] = denoiser.conditions(x.clone(), batch)
+    assert seen.keys() == given.keys() - {"transformer_options", "control"}
+    for name, condition in seen.items():
+        ours, theirs = condition.cond, given[name]
+        for one, other in zip(*((value if isinstance(value, list) else [value]) for value in (ours, theirs))):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name

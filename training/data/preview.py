@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from ..model import OnProgress, no_progress
@@ -124,7 +124,7 @@ def _cell(images: ImageSet, sample: Sample, step: int, cell: int) -> Image.Image
     views = [bucket[0] for bucket in buckets]
     share = cell // (1 + len(references))
     for place, reference in enumerate(references):
-        reference.thumbnail((share - _MARGIN, share - _MARGIN))
+        reference = ImageOps.contain(reference, (share - _MARGIN, share - _MARGIN))
         drawn.paste(reference, (_MARGIN + place * share, _MARGIN + (cell - reference.height) // 2))
     across = 1 if len(frames) == 1 else 2
     tile = share // across

@@ -33,6 +33,9 @@ SAMPLER_ONLY = {
 }
 """What the model itself never sees (comfy/samplers.py, get_area_and_mult)."""
 
+PACKED = "latent_shapes"
+"""What says which tensors a sample's latents are packed from, such as video and sound."""
+
 
 def read_conditioning(conditioning: Any, where: str = "conditioning") -> Conditioning:
     """Return the model's part of a CONDITIONING with one entry, its tensors on the CPU.

@@ -28,7 +28,7 @@ from ...user_error import UserError
 from ..paths import cache_folder
 from ..versions import training_mode
 from . import weights
-from .conditioning import as_sampled
+from .conditioning import PACKED, as_sampled
 from .device import free_bytes, supported_dtypes
 from .differentiable import make_differentiable
 from .file_weights import mapped_file, move_to_file
@@ -178,7 +178,8 @@ class ComfyDenoiser:
         """
         axes = LATENTS[self.model.latent_format.latent_dimensions]
         channels = self.model.latent_format.latent_channels
-        if latents.ndim != len(axes) or latents.shape[1] != channels:
+        packed = latents.ndim == 3 and latents.shape[1] == 1 and self.unpacks
+        if not packed and (latents.ndim != len(axes) or latents.shape[1] != channels):
             raise UserError(
                 f"{self.family.name} takes latents of ({', '.join(axes)}), but these have the shape "
                 f"{tuple(latents.shape)}, and it has {channels} channels: encode the dataset with the VAE "
@@ -236,18 +237,22 @@ class ComfyDenoiser:
     def _extra_conds(
         self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]
     ) -> dict[str, Any]:
-        height, width = (side * self.pixels_per_cell for side in x_t.shape[-2:])
+        shapes: Any = conditioning.get(PACKED) or [x_t.shape]
+        height, width = (side * self.pixels_per_cell for side in shapes[0][-2:])
         known = {"width": width, "height": height, "prompt_type": "positive", "pooled_output": None}
         if "denoise_mask" in conditioning:
             mask = comfy.sampler_helpers.prepare_mask(conditioning["denoise_mask"], x_t.shape, self.device)
             conditioning = {**conditioning, "denoise_mask": mask}
+        known |= {"noise": x_t, "device": self.device, "latent_image": torch.zeros_like(x_t)}
         return self.model.extra_conds(  # type: ignore[no-any-return]
-            noise=x_t,
-            device=self.device,
-            latent_image=torch.zeros_like(x_t),
-            latent_shapes=[x_t.shape],
-            **{**known, **extras, **as_sampled(conditioning)},
+            **{**known, **extras, **as_sampled(conditioning), PACKED: shapes}
         )
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether the model takes several tensors as one, video and sound; ComfyUI has no flag that says
+        so."""
+        return PACKED in type(self.model).extra_conds.__code__.co_consts
 
     @property
     def inpaints(self) -> bool:

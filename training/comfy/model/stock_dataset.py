@@ -16,7 +16,7 @@ from torch import Tensor
 from ...data.given_latents import GivenSample
 from ...model import Conditioning
 from ...user_error import UserError
-from .conditioning import read_conditioning
+from .conditioning import PACKED, read_conditioning
 
 ADVICE = "connect what VAE Encode, Make Training Dataset or Load Training Dataset gives out."
 
@@ -33,7 +33,8 @@ def read_samples(
     for each sample or one for all. A LATENT's own mask counts where `masks` is empty. Raises UserError that
     says which entry is not what it should be, or which list is of another length.
     """
-    batches = [_samples_of(latent, f"latents, entry {index}") for index, latent in enumerate(latents)]
+    packed = [_samples_of(latent, f"latents, entry {index}") for index, latent in enumerate(latents)]
+    batches, shapes = [batch for batch, _ in packed], [shape for _, shape in packed]
     conditioning = _one_each(conditioning, len(batches), "conditioning", "latents")
     tensors: list[Tensor] = []
     given: list[Conditioning] = []
@@ -41,7 +42,7 @@ def read_samples(
     for index, (batch, entries, latent) in enumerate(zip(batches, conditioning, latents, strict=True)):
         where = f"conditioning, entry {index}"
         tensors += batch.unbind(0)
-        given += _split(entries, len(batch), where)
+        given += [{**each, **shapes[index]} for each in _split(entries, len(batch), where)]
         own_masks += _masks_of(latent, batch, f"latents, entry {index}")
     texts: Sequence[str | None] = _one_each(captions, len(tensors), "captions", "samples") or [None] * len(
         tensors
@@ -62,11 +63,15 @@ def read_samples(
     ]
 
 
-def _samples_of(latent: Any, where: str) -> Tensor:
-    """Return the tensor of a LATENT, (B, C, ...) float32 on the CPU."""
-    samples = latent.get("samples") if isinstance(latent, Mapping) else None
+def _samples_of(latent: Any, where: str) -> tuple[Tensor, Conditioning]:
+    """Return the tensor of a LATENT, (B, C, ...) float32 on the CPU, and {}.
+
+    Video with sound becomes (B, 1, N), as samplers pack it, and its shapes are what the model is told.
+    """
+    samples, shapes = latent.get("samples") if isinstance(latent, Mapping) else None, {}
     if samples is not None and getattr(samples, "is_nested", False):
-        raise UserError(f"{where}: packs several tensors, such as video with sound; only one can be trained.")
+        samples, parts = comfy.utils.pack_latents(samples.unbind())
+        shapes = {PACKED: [[1, *part[1:]] for part in parts]}
     if not isinstance(samples, Tensor) or samples.ndim < 3 or not samples.is_floating_point():
         found = (
             f"a LATENT of {tuple(samples.shape)}"
@@ -74,7 +79,7 @@ def _samples_of(latent: Any, where: str) -> Tensor:
             else f"a {type(latent).__name__}"
         )
         raise UserError(f"{where}: {found}, which is no batch of latents; {ADVICE}")
-    return samples.detach().to("cpu", torch.float32)
+    return samples.detach().to("cpu", torch.float32), shapes
 
 
 def _split(entries: Any, count: int, where: str) -> list[Conditioning]:
