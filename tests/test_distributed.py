@@ -227,6 +227,7 @@ def two_machines():
                 subprocess.run(["ip", "netns", "del", machine], capture_output=True)
 
 
+@pytest.mark.feature(110)
 def test_two_machines_lose_a_worker_resume_and_end_equal(tmp_path):
     with two_machines() as machines:
         codes = start(tmp_path, ["plain"], 2, doomed=3, places=machines)

@@ -130,6 +130,7 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(exact, optimizer):
     assert_equal(run(run(None, steps=2), steps=1), run(None, steps=3))
 
 
+@pytest.mark.feature(88)
 @eight_bit
 def test_paged_memory_is_taken_once(exact):
     pages = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
@@ -159,6 +160,7 @@ def test_half_precision_learns(base, dtype):
     assert sum(state.losses[-5:]) < sum(state.losses[:5])
 
 
+@pytest.mark.feature(90)
 @pytest.mark.parametrize("mode", ["none", "selective", "block", "block-offload"])
 def test_what_a_step_takes_is_estimated_within_a_tenth(mode):
     denoiser, plan, batch = OnCard(), MemoryPlan("resident", mode), Large().largest_batch(4)
@@ -183,6 +185,7 @@ def test_memory_is_counted_from_where_a_run_begins():
     assert 0 < seen[0] < before
 
 
+@pytest.mark.feature(122)
 def test_where_the_allocator_gives_no_more_the_next_plan_is_taken(exact, monkeypatch, caplog):
     expected = trained(base="resident", checkpointing="none")
     denoiser = OnCard()

@@ -179,6 +179,7 @@ class Uneven(TinyDataset):
         return Batch(whole.latents[part], whole.conditioning[part], whole.names[part])
 
 
+@pytest.mark.feature(83)
 @pytest.mark.parametrize(("size", "accumulation", "dataset"), [(2, 2, None), (1, 4, None), (3, 2, Uneven())])
 def test_accumulated_micro_batches_have_the_gradients_of_one_batch(size, accumulation, dataset, monkeypatch):
     monkeypatch.setattr("graft.training.loop.draw_loss", by_image)
@@ -188,6 +189,7 @@ def test_accumulated_micro_batches_have_the_gradients_of_one_batch(size, accumul
     assert all(torch.allclose(parts[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
 
 
+@pytest.mark.feature(82)
 def test_clipping_leaves_the_direction_and_bounds_the_norm():
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])

@@ -1,11 +1,13 @@
-"""What `pip install graft-lora` would bring: all that ships, nothing else, and every module of it imports."""
+"""What `pip install graft-lora` would bring: all that ships, nothing else, and it works alone."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from graft.commands.headless.server import find_comfyui
 
@@ -53,10 +55,38 @@ def test_the_wheel_holds_every_module_of_its_rooms(installed):
     assert modules(installed) == modules(ROOT)
 
 
-def test_every_module_of_the_wheel_imports(environment, installed, tmp_path):
-    command = [str(environment / "python"), "-c", IMPORT_ALL]
-    comfyui = plain_environment(COMFYUI_PATH=str(find_comfyui()))
-    done = subprocess.run(command, cwd=tmp_path, env=comfyui, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    file, count = done.stdout.split()
+@pytest.fixture
+def run(environment, tmp_path):
+    """Run a program of that environment in an empty folder; return what it prints."""
+
+    def of(program, *arguments):
+        done = subprocess.run(
+            [str(environment / program), *map(str, arguments)],
+            cwd=tmp_path,
+            env=plain_environment(COMFYUI_PATH=str(find_comfyui())),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return of
+
+
+def test_every_module_of_the_wheel_imports(run, installed):
+    file, count = run("python", "-c", IMPORT_ALL).split()
     assert Path(file).parent == installed and int(count) > 150
+
+
+@pytest.mark.feature(105)
+def test_the_wheel_trains_its_demo_and_inspects_what_came_of_it(run, tmp_path):
+    run("graft", "demo", "--cpu", "--steps", 2, "--batch-size", 1, "--prompt", "red apple")
+    found = tmp_path / "graft-demo"
+    report, loras = json.loads((found / "report.json").read_text()), sorted(found.rglob("*.safetensors"))
+    assert report["prompts"] == ["red apple"] and loras
+    for lora in loras:
+        assert json.loads(run("graft", "inspect", lora, "--json"))["layers"]
+    for picture in found.rglob("*.png"):
+        with Image.open(picture) as image:
+            assert min(image.size) > 100
+    assert {path.name for path in found.rglob("*.png")} >= {"samples.png", "loss.png"}

@@ -40,6 +40,7 @@ def fused(layer, adapter):
     return lambda x: adapter(layer, x)
 
 
+@pytest.mark.feature(109)
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("alpha", [2.0, 4.0])
 def test_the_fused_layer_equals_the_plain_path_in_float32(kind, alpha):

@@ -159,6 +159,7 @@ def test_the_gradient_of_the_input_is_that_of_the_merged_weight(method, kind):
     assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-4 * plain.abs().max())
 
 
+@pytest.mark.feature(22)
 @matrix
 def test_dropout_acts_inside_draws_only(method, kind):
     layer, adapter, x = trained_case(method, kind, dropout=0.4, rank_dropout=0.4, module_dropout=0.2)

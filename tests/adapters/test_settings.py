@@ -66,6 +66,7 @@ def test_the_first_pattern_that_matches_decides_rank_alpha_and_algorithm():
     assert type(adapters["blocks.1.mlp"]).__name__ == "LoHa"
 
 
+@pytest.mark.feature(39)
 @pytest.mark.parametrize(
     ("ranges", "blocks"),
     [
@@ -128,6 +129,7 @@ def test_tucker_is_told_to_do_nothing_where_no_kernel_can_be_decomposed():
     assert not ineffective_patterns(SPECS, FAMILY, dataclasses.replace(linear, targets="all"))
 
 
+@pytest.mark.feature(40)
 def test_learning_rates_follow_patterns_and_the_lora_plus_ratio():
     adapters, config = built(lrs=(("blocks.0.*", 0.5),), lora_plus_ratio=16.0)
     scales = lr_scales(adapters, config)
@@ -195,6 +197,7 @@ def test_a_method_that_starts_from_the_base_is_given_it_beside_one_that_does_not
     assert torch.allclose(state.weights["blocks.0.mlp.magnitude"], expected)
 
 
+@pytest.mark.feature(29, 77)
 @pytest.mark.parametrize("name", ["diag-oft", "diff", "ia3", "dylora", "slider", "tread", "locon"])
 def test_methods_of_other_trainers_are_refused_by_name(name):
     with pytest.raises(
@@ -258,6 +261,7 @@ def test_dropout_keeps_the_expected_output():
     assert error.norm() < 0.1 * (plain - layer.forward(x)).norm()
 
 
+@pytest.mark.feature(31)
 def test_each_dropout_leaves_out_its_share_and_scales_up_the_rest():
     share, x = 0.2, torch.ones(4000)
     for index in range(3):

@@ -95,6 +95,7 @@ def test_every_image_is_shown_with_what_is_wrong_with_it(opened, grid):
     assert frame[0] / frame[1] == pytest.approx(1.5, rel=0.02) and crop[0] * crop[1] < frame[0] * frame[1]
 
 
+@pytest.mark.feature(158)
 def test_a_caption_is_edited_in_place(opened, grid, input_folder):
     box = f"{card('cat.png')}.querySelector('textarea')"
     text = f"a cat on a mat {id(grid)}"

@@ -64,6 +64,7 @@ def button(index):
     return f"(node => {SHADOW}.querySelectorAll('button')[{index}])(app.graph.getNodeById({TRAIN}))"
 
 
+@pytest.mark.feature(99, 120)
 def test_the_chart_moves_while_training_and_a_reload_refills_it(editor):
     assert not editor.node(TRAIN, f"{SHADOW}.querySelector('.empty').hidden")
     editor.run()

@@ -46,6 +46,7 @@ def patched(patches, key, weight, strength=1.0):
     return comfy.lora.calculate_weight([(strength, patches[key], 1.0, None, None)], weight.clone(), key)
 
 
+@pytest.mark.feature(11, 30, 32, 42)
 @pytest.mark.parametrize("prefix", ["lora_unet_", ""])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("method", METHODS)
@@ -158,6 +159,7 @@ MODULES = {
 """ComfyUI's own classes: linear and conv2d, conv2d with strides, conv1d with groups, token embedding."""
 
 
+@pytest.mark.feature(11, 12, 13, 14, 28)
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("lora-rs", "lora-gaussian")])
 @pytest.mark.parametrize("name", MODULES)
 def test_comfyui_modules_compute_the_same_attached_and_patched_by_the_stock_loader(name, method, caplog):
@@ -197,6 +199,7 @@ def test_comfyui_modules_compute_the_same_attached_and_patched_by_the_stock_load
     assert (rendered - attached).norm() <= 1e-4 * (attached - plain).norm()
 
 
+@pytest.mark.feature(15)
 def test_every_kind_of_layer_is_found_in_comfyuis_modules():
     kinds = {
         name: {spec.kind for spec in weights.layer_specs(make()).values()}

@@ -51,6 +51,7 @@ def test_every_plan_of_a_model_ends_in_the_same_bits():
     assert len(found["rows"]) == 9 and found["note"] == "all plans end in the same bits"
 
 
+@pytest.mark.feature(122)
 def test_a_run_in_little_memory_says_where_it_ends():
     assert dry("flux in 11 GiB")["note"].startswith("ends with resident, none; 0 GiB")
 

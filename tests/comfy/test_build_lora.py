@@ -58,6 +58,7 @@ def built(**changes):
     return output.result[0], output.ui["text"][0] if output.ui else None
 
 
+@pytest.mark.feature(16)
 def test_the_node_shows_layers_and_trained_parameters(model):
     config, text = built(model=model, include="*qkv")
     denoiser = ComfyDenoiser(model)
@@ -66,6 +67,7 @@ def test_the_node_shows_layers_and_trained_parameters(model):
     assert text == f"A tiny SD3.5 Medium: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
 
 
+@pytest.mark.feature(38)
 def test_patterns_that_match_no_layer_are_named(model):
     config, text = built(model=model, exclude="*single_transformer_blocks.0*\n*x_block.attn.proj")
     assert (
@@ -138,6 +140,7 @@ def test_a_plain_lora_goes_on_as_dora(model):
     assert state.weights[f"{QKV}.magnitude"].shape == (1, 128)
 
 
+@pytest.mark.feature(20)
 def test_training_goes_on_from_a_saved_lora_in_a_graph(execute, base):
     prompt = {key: node for key, node in first_lora("begin", steps=1).items() if int(key) <= 6}
     build, train, save = (
@@ -160,6 +163,7 @@ def test_training_goes_on_from_a_saved_lora_in_a_graph(execute, base):
     assert all(torch.allclose(first[key], second[key], atol=1e-6) for key in first)
 
 
+@pytest.mark.feature(25)
 def test_a_preset_of_lycoris_chooses_layers_and_algorithms(model):
     config, _ = built()
     preset = {

@@ -82,6 +82,7 @@ def test_the_latents_of_a_clip_are_those_of_stock_vae_encode(case):
     assert torch.equal(case.data.batch(1, seed=0, index=0).latents, stock["samples"])
 
 
+@pytest.mark.feature(147)
 def test_a_step_is_given_the_first_frame_as_the_sampler_gives_it_after_the_stock_node(case, monkeypatch):
     calls, denoiser = recorded(case.denoiser, monkeypatch), case.denoiser
     positive, latent = case.stock()
@@ -207,6 +208,7 @@ def held_out(denoiser, weights, exchanged):
     return float(torch.stack(losses).mean())
 
 
+@pytest.mark.feature(8, 147)
 def test_an_expert_learns_to_go_on_from_the_first_frame():
     denoiser = ComfyDenoiser(WAN_I2V())
     fresh = initial_state(denoiser, LEARNING).weights

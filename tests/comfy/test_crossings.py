@@ -35,6 +35,7 @@ def test_a_step_waits_for_the_device_only_where_the_network_does_and_at_its_end(
     assert steps[-1] == forward(denoiser, TINY[name].batch()) + loss_and_norm
 
 
+@pytest.mark.feature(88)
 @pytest.mark.skipif(card.DEVICE == "cpu", reason="on the CPU, host memory is no other")
 def test_inputs_that_wait_in_host_memory_leave_the_device():
     h = torch.ones(SMALLEST_INPUT, device=get_torch_device(), requires_grad=True)

@@ -66,6 +66,7 @@ def losses(model, dataset, steps=3):
     return train(ComfyDenoiser(model), dataset, CONFIG, None, steps=steps).losses
 
 
+@pytest.mark.feature(145)
 def test_a_stock_training_dataset_trains_as_its_images_do_through_encode_dataset(loaded, stock, base):
     model, clip, vae = loaded
     folder = base / "input" / "squares"
@@ -208,6 +209,7 @@ def test_text_encoders_are_not_trained_without_the_texts(loaded, stock):
     assert trained_clip(adapter, clip, captioned) is clip and captioned.sample(1).captions == [TEXTS[1]]
 
 
+@pytest.mark.feature(145)
 def test_a_lora_model_of_the_graph_starts_a_run(loaded, stock):
     model, _, _ = loaded
     denoiser = ComfyDenoiser(model)
@@ -227,6 +229,7 @@ def test_a_lora_model_of_the_graph_starts_a_run(loaded, stock):
         BuildLora.execute(**widgets, lora_model=lora, start_from="a.safetensors")
 
 
+@pytest.mark.feature(141)
 def test_a_graph_of_stock_nodes_trains_and_saves_a_lora(execute, base):
     prompt = first_lora("stock")
     gray = {"width": 64, "height": 64, "batch_size": 1, "color": 0x808080}

@@ -74,6 +74,7 @@ def taught():
     return with_lora(model.patcher, None, state, model.family)[0]
 
 
+@pytest.mark.feature(157)
 def test_two_exchanged_captions_and_a_picture_of_noise_are_the_worst_three(taught):
     model, flawed = ComfyDenoiser(taught), Pictures(flawed=True)
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=1e-3), adapter=AdapterConfig(rank=4))

@@ -148,6 +148,7 @@ def test_a_thumbnail_is_drawn_once(here, monkeypatch):
     assert ask(thumbnail("cats", key)) == [(200, kept.read_bytes())]
 
 
+@pytest.mark.feature(158)
 def test_a_caption_is_written_beside_its_image_and_read_again(here):
     assert write("red.png", " a crimson cat ", "a red cat") == (200, {"caption": "a crimson cat"})
     assert (here / "input" / "cats" / "red.txt").read_text() == "a crimson cat\n"
@@ -188,6 +189,7 @@ def test_what_is_no_caption_of_a_dataset_is_refused(here, name, text, inputs):
     assert status == 400 and answer["error"] and files(here) == before
 
 
+@pytest.mark.feature(158)
 def test_a_file_is_taken_into_a_new_folder_of_the_input(here):
     status, answer = send("a/cat.png", picture(), folder="dogs")
     assert (status, answer["saved"]) == (200, ["a/cat.png"])

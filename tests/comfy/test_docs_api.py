@@ -41,6 +41,7 @@ def send(comfy, command, run=""):
     return json.loads(done.stdout) if done.stdout else None
 
 
+@pytest.mark.feature(138)
 def test_the_complete_graph_trains_saves_and_can_be_followed(comfy):
     answer = send(comfy, block("<<'END'"))
     comfy.wait(answer["prompt_id"])

@@ -119,6 +119,7 @@ def stock_z_image(clip, vae, caption, image):
     return nodes_zimage.TextEncodeZImageOmni.execute(clip, caption, vae=vae, image1=image).result[0]
 
 
+@pytest.mark.feature(144)
 @pytest.mark.parametrize(
     "name, node, file",
     [
@@ -180,6 +181,7 @@ INPAINTING = {
 }
 
 
+@pytest.mark.feature(146)
 @pytest.mark.parametrize("name", INPAINTING)
 def test_an_inpainting_model_is_given_the_masked_image_and_its_mask(name, pairs):
     tiny, denoiser = INPAINTING[name], ComfyDenoiser(INPAINTING[name]())
@@ -256,6 +258,7 @@ class Copies:
         return self.batch(1, seed=0, index=index)
 
 
+@pytest.mark.feature(144)
 @pytest.mark.parametrize("name", ["flux", "qwen"])
 def test_a_lora_learns_to_copy_its_reference_and_not_to_ignore_it(name):
     denoiser = ComfyDenoiser(EDITS[name]())

@@ -23,6 +23,7 @@ def one(files, dtype="fp32"):
     return next(file for file in files if file.case == "LoRA attn" and file.dtype == dtype)
 
 
+@pytest.mark.feature(21)
 def test_comfyui_loads_what_was_trained(written):
     out, files = written
     results = list(in_comfyui.read(out, files, "ComfyUI 1"))
@@ -35,6 +36,7 @@ def test_comfyui_loads_what_was_trained(written):
     assert all(result.ratio == pytest.approx(1.0, abs=2e-3) for result in expected)
 
 
+@pytest.mark.feature(21)
 def test_diffusers_loads_what_was_trained(written):
     pytest.importorskip("diffusers")
     from graft.dev.exports import in_diffusers

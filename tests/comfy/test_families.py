@@ -4,6 +4,7 @@ saved right."""
 import contextlib
 import dataclasses
 import logging
+from functools import cache
 
 import comfy.model_detection
 import comfy.sd
@@ -13,7 +14,7 @@ import torch
 from graft.tests.support.tiny_models import FILES, SIBLINGS, TINY, state_dict
 from graft.tests.support.two_steps import CONFIG, Samples, two_steps, unmoved
 from graft.training import rng
-from graft.training.adapters.build import attach, matches, restore_adapters, select
+from graft.training.adapters.build import ADAPTERS, attach, matches, restore_adapters, select
 from graft.training.comfy.model.denoiser import ComfyDenoiser, sdpa
 from graft.training.comfy.model.differentiable import make_differentiable
 from graft.training.comfy.versions import training_mode
@@ -24,21 +25,21 @@ from graft.training.loop import initial_state, train
 from graft.training.objective.loss import add_noise, draw_loss
 
 FAMILIES = TINY | SIBLINGS
+METHODS_ON = ("sdxl", "sd35m", "flux", "chroma", "qwen")
+"""Families that every method is trained on: a UNet, and transformers of each kind."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """name -> (patcher, denoiser, state after 2 steps, weights before), each family trained once."""
-    cache = {}
+    """name -> (patcher, denoiser, state after 2 steps, weights before), each family trained once a method."""
 
-    def of(name):
-        if name not in cache:
-            patcher = FAMILIES[name]()
-            before = snapshot(patcher)
-            denoiser = ComfyDenoiser(patcher)
-            cache[name] = (patcher, denoiser, two_steps(denoiser, FAMILIES[name]), before)
-        return cache[name]
+    @cache
+    def of(name, algorithm="lora"):
+        patcher = FAMILIES[name]()
+        before = snapshot(patcher)
+        denoiser = ComfyDenoiser(patcher)
+        return patcher, denoiser, two_steps(denoiser, FAMILIES[name], algorithm=algorithm), before
 
     return of
 
@@ -66,6 +67,7 @@ def any_size(monkeypatch):
     monkeypatch.setattr(comfy.model_detection, "detect_unet_config", detected)
 
 
+@pytest.mark.feature(1)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_recognized_with_nothing_missing(name, any_size, caplog):
     network, family = FILES[name]
@@ -75,6 +77,7 @@ def test_a_file_is_recognized_with_nothing_missing(name, any_size, caplog):
     assert not [record.message for record in caplog.records if "missing" in record.message.lower()]
 
 
+@pytest.mark.feature(36, 37)
 @every_family
 def test_every_family_is_recognized_and_its_presets_grow(name):
     denoiser = ComfyDenoiser(FAMILIES[name]())
@@ -104,6 +107,7 @@ def test_the_patterns_of_convolutions_match_all_that_are_larger_than_1x1_and_not
 # Training
 
 
+@pytest.mark.feature(2, 3, 4, 5, 6, 101)
 @every_family
 def test_every_adapter_parameter_has_a_gradient_by_step_two(name, trained):
     """Both factors have moved after two steps: `up` starts at zero, `down` gets its first gradient at step
@@ -113,6 +117,7 @@ def test_every_adapter_parameter_has_a_gradient_by_step_two(name, trained):
     assert all(torch.isfinite(tensor).all() for tensor in state.weights.values())
 
 
+@pytest.mark.feature(9)
 @every_family
 def test_the_base_is_byte_identical_after_training(name, trained):
     patcher, _, _, (weights, modules) = trained(name)
@@ -129,9 +134,13 @@ def test_checkpointing_leaves_the_training_unchanged(name, trained):
     assert all(torch.equal(again.weights[key], tensor) for key, tensor in state.weights.items())
 
 
-@every_family
-def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, trained, caplog):
-    patcher, denoiser, state, _ = trained(name)
+@pytest.mark.feature(26, 27, 29, 41, 114, 155)
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [*((name, "lora") for name in FAMILIES), *((n, a) for a in ADAPTERS if a != "lora" for n in METHODS_ON)],
+)
+def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, algorithm, trained, caplog):
+    patcher, denoiser, state, _ = trained(name, algorithm)
     batch = FAMILIES[name].batch()
     sigma = torch.tensor([0.4, 0.7], device=denoiser.device)
     x = denoiser.scale_latents(batch.latents).to(denoiser.device)
@@ -183,6 +192,7 @@ def test_a_flux_forward_is_bit_identical_with_gradients_let_through(name):
     assert forwards == {path: module.__dict__.get("forward") for path, module in network.named_modules()}
 
 
+@pytest.mark.feature(109)
 def test_a_flux_gradient_is_the_finite_difference():
     denoiser = ComfyDenoiser(TINY["flux"]())
     batch, sigma = TINY["flux"].batch(), torch.tensor([0.3, 0.8])
@@ -228,6 +238,7 @@ def prediction(name, batch, config=ObjectiveConfig()):  # noqa: B008 - frozen
         return draw_loss(denoiser, batch, config, seed=0, index=0)[0]
 
 
+@pytest.mark.feature(4, 78)
 def test_guidance_reaches_flux_and_defaults_to_one():
     batch = TINY["flux"].batch()
     assert torch.equal(prediction("flux", batch), prediction("flux", batch, ObjectiveConfig(guidance=1.0)))
@@ -236,11 +247,13 @@ def test_guidance_reaches_flux_and_defaults_to_one():
     )
 
 
+@pytest.mark.feature(4)
 def test_schnell_has_no_guidance_input():
     with pytest.raises(ValueError, match=r"guidance: Flux.1 Schnell has no such input"):
         prediction("schnell", TINY["schnell"].batch(), ObjectiveConfig(guidance=3.5))
 
 
+@pytest.mark.feature(65)
 def test_sdxl_is_told_each_images_own_size_in_the_order_of_encode_adm():
     denoiser = ComfyDenoiser(TINY["sdxl"]())
     sizes = [
@@ -288,6 +301,7 @@ def test_captions_of_different_lengths_share_a_batch(name):
             torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.feature(53, 115)
 @every_family
 def test_latents_enter_the_model_with_the_same_statistics_in_every_bucket_and_batch_size(name):
     """They are scaled by the model's own latent format, once, whatever the shape: TrainLoraNode's buckets
@@ -317,6 +331,7 @@ def test_latents_enter_the_model_with_the_same_statistics_in_every_bucket_and_ba
 # An assistant LoRA
 
 
+@pytest.mark.feature(143)
 def test_patches_on_the_model_apply_while_training_and_are_not_in_the_result():
     """What a distilled base is trained with: base and assistant are trained on, the file holds neither."""
     tiny, patcher = TINY["schnell"], TINY["schnell"]()
@@ -365,6 +380,7 @@ def pretrain(denoiser, tiny, steps):
     network.to("cpu")
 
 
+@pytest.mark.feature(68, 69)
 @pytest.mark.parametrize("name", TINY)
 def test_four_images_overfit(name, monkeypatch):
     """Issue B: on a base pretrained for 500 steps, fixed noise and levels, 200 steps halve the loss."""

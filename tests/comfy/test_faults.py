@@ -131,6 +131,7 @@ def test_cancel_in_every_phase_leaves_a_server_that_trains_the_next_prompt(execu
     assert "execution_success" in kinds(execute(small("cancelled", seed=1)))
 
 
+@pytest.mark.feature(102)
 def test_an_image_that_is_no_number_is_named_and_the_next_prompt_runs(execute, base_model, monkeypatch):
     model, before = whole(execute, base_model, "sound")
     batch = EncodedDataset.batch

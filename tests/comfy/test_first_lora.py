@@ -35,6 +35,7 @@ def steps(monkeypatch):
     return done
 
 
+@pytest.mark.feature(19, 46, 118)
 def test_the_workflow_trains_saves_and_samples(execute, base):
     execute(first_lora("whole"))
     tensors, metadata = lora(base, "whole")
@@ -44,6 +45,7 @@ def test_the_workflow_trains_saves_and_samples(execute, base):
     assert list((base / "output" / "graft").glob("first_lora*.png"))
 
 
+@pytest.mark.feature(116)
 def test_a_finished_run_is_loaded_not_trained_again_even_by_a_new_executor(execute, base, steps):
     execute(first_lora("whole"))
     assert steps == []
@@ -60,6 +62,7 @@ def test_more_steps_continue_and_fewer_equal_a_fresh_run(execute, base, steps):
     assert_same_lora(base, "grown", "fresh2")
 
 
+@pytest.mark.feature(111)
 def test_cancel_and_queue_again_equals_an_undisturbed_run(execute, base, monkeypatch):
     steps = []
     interrupt = comfy.model_management.throw_exception_if_processing_interrupted
@@ -88,6 +91,7 @@ def test_cancel_and_queue_again_equals_an_undisturbed_run(execute, base, monkeyp
     assert_same_lora(base, "cancelled_once", "undisturbed")
 
 
+@pytest.mark.feature(139)
 def test_an_edited_caption_trains_anew_and_encodes_only_itself(execute, base, images, steps):
     execute(first_lora("edited"))
     (images / "red.txt").write_text("a scarlet square")
@@ -97,6 +101,7 @@ def test_an_edited_caption_trains_anew_and_encodes_only_itself(execute, base, im
     assert after == before + 1 and steps == [1, 2, 3] * 2
 
 
+@pytest.mark.feature(116)
 def test_training_goes_on_from_a_state_on_the_wire_as_in_one_node(execute, base):
     prompt = first_lora("chained", steps=2)
     prompt["20"] = copy.deepcopy(prompt["5"])

@@ -36,6 +36,7 @@ def names(request):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.feature(142)
 def test_every_node_has_a_help_page_and_nothing_else_has_one():
     pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "web" / "docs").glob("*.md")}
     assert pages.keys() == SCHEMAS.keys()
@@ -72,6 +73,7 @@ def test_no_output_is_shown_by_the_name_of_a_type_that_only_graft_has():
     assert "state" in shown and not [name for name in shown if name.startswith("GRAFT_")]
 
 
+@pytest.mark.feature(142)
 def test_every_input_has_a_tooltip_and_every_node_a_description():
     bare = [
         (node, entry.id)

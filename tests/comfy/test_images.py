@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from graft.tests.support.first_lora import assert_same_lora, first_lora
@@ -22,6 +23,7 @@ def trained_on(source, name):
     return prompt
 
 
+@pytest.mark.feature(140)
 def test_a_list_of_pictures_is_one_dataset_as_a_batch_is(execute, base):
     execute(trained_on("20", "batch"))
     execute(trained_on("21", "list"))
@@ -29,6 +31,7 @@ def test_a_list_of_pictures_is_one_dataset_as_a_batch_is(execute, base):
     assert_same_lora(base, "batch", "list")
 
 
+@pytest.mark.feature(156)
 def test_a_list_of_captions_goes_with_a_list_of_pictures(graft_nodes):
     node, widgets = graft_nodes["GraftDatasetFromImages"], {name: [value] for name, value in WIDGETS.items()}
     pictures = [torch.ones(1, 64, 64, 3), torch.ones(1, 64, 96, 3)]

@@ -69,10 +69,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layout):
+@pytest.mark.feature(97, 98)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        *((layout, torch.float32) for layout in LAYOUTS),
+        *(("kohya", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)),
+    ],
+)
+def test_a_file_starts_at_what_the_stock_loader_renders(tmp_path, patcher, layout, dtype):
     torch.manual_seed(0)
-    tensors = LAYOUTS[layout]()
+    tensors = {name: tensor.to(dtype) for name, tensor in LAYOUTS[layout]().items()}
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path)
     denoiser = ComfyDenoiser(patcher)

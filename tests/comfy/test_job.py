@@ -83,6 +83,7 @@ def test_an_assistant_lora_is_on_the_model_while_training(execute, base):
     assert first_loss(assistant_lora_path=assistant.name) != alone
 
 
+@pytest.mark.feature(104)
 def test_the_example_of_eridiffusions_readme_trains(execute, base):
     job = yaml.safe_load(ERIDIFFUSION)
     images(base / "input" / "job images")
@@ -96,6 +97,7 @@ def test_the_example_of_eridiffusions_readme_trains(execute, base):
     assert steps(log) == [1, 2]
 
 
+@pytest.mark.feature(93)
 def test_options_of_a_job_take_effect_where_it_runs(execute, base):
     """force_recache, save_format and sqlite_db_path."""
     more = {
@@ -157,6 +159,7 @@ def test_an_exported_job_is_the_same_graph(tmp_path):
     assert out.read_text() == as_text(read_job(JOB).prompt)
 
 
+@pytest.mark.feature(104)
 def test_a_job_trains_on_a_server_without_an_editor_and_costs_nothing_again(tmp_path, comfyui):
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps(small(tmp_path / "squares", training_folder="out", device="cpu")))
@@ -167,6 +170,7 @@ def test_a_job_trains_on_a_server_without_an_editor_and_costs_nothing_again(tmp_
     assert len(list((tmp_path / "out" / "graft").glob("job-*/checkpoints/step-*"))) == 1
 
 
+@pytest.mark.feature(112)
 @pytest.mark.skipif(sys.platform == "win32", reason="Python cannot send Ctrl-C to one process there")
 @pytest.mark.parametrize(("asked_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(tmp_path, asked_by, code):

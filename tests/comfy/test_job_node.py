@@ -50,6 +50,7 @@ def test_the_node_trains_what_the_command_line_trains(execute, base, job):
     assert whole.keys() == wired.keys() and all(torch.equal(whole[key], wired[key]) for key in whole)
 
 
+@pytest.mark.feature(127)
 def test_regularisation_images_have_the_share_that_the_command_line_gives_them(base, job):
     datasets = job["config"]["process"][0]["datasets"]
     images(base / "input" / "regular")

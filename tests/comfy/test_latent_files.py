@@ -17,6 +17,7 @@ def loaded(graft_nodes):
     return LoadBaseModel.execute("graft_tiny_sd3.safetensors").args
 
 
+@pytest.mark.feature(108)
 def test_a_folder_of_latents_gives_the_batches_of_its_pictures(loaded, base, monkeypatch):
     model, clip, vae = loaded
     widgets = {"resolution": "64", "trigger": "", "missing_captions": "error", "repeats": 1}

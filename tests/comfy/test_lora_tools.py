@@ -103,6 +103,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.feature(17, 18)
 @merged
 def test_merge_adds_the_difference_and_unmerge_restores_every_bit(model, clip):
     before, clip_before = loaded(model), loaded(clip.patcher)
@@ -129,6 +130,7 @@ def test_one_of_two_loras_is_taken_out_and_the_other_stays(model):
     assert same(loaded(lora_files.unmerge_lora(both, None, "second.safetensors")[0]), loaded(first))
 
 
+@pytest.mark.feature(18)
 def test_merging_twice_and_unmerging_what_is_not_there_are_errors(model):
     merged = lora_files.merge_lora(model, None, "first.safetensors", 1.0, 1.0)[0]
     with pytest.raises(
@@ -171,6 +173,7 @@ def test_a_checkpoint_merged_into_loads_as_the_patched_model_computes(execute, b
         assert torch.allclose(weight, patched[key.removeprefix("model.")], atol=1e-5)
 
 
+@pytest.mark.feature(135)
 @merged
 def test_an_extracted_lora_loads_in_the_stock_loader_and_gives_the_tuned_model(execute, base, model):
     execute(
@@ -199,6 +202,7 @@ def difference(model, tensors):
     return {key: patched[key] - plain[key] for key in plain}
 
 
+@pytest.mark.feature(135)
 @merged
 @pytest.mark.parametrize("layout", ["kohya", "native", "diffusers"])
 def test_a_converted_lora_does_the_same_in_the_stock_loader(execute, base, model, layout):
@@ -215,6 +219,7 @@ def test_a_converted_lora_does_the_same_in_the_stock_loader(execute, base, model
     assert all(torch.allclose(after[key], before[key], atol=1e-5) for key in before)
 
 
+@pytest.mark.feature(135)
 def test_resize_and_inspect_show_what_they_did(execute, base):
     values = {"lora_name": "first.safetensors", "rank": 2, "energy": 0.0, "dtype": "fp16", "name": "resized"}
     execute(nodes_of(("GraftResizeLora", values)))

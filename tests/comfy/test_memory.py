@@ -25,6 +25,7 @@ from graft.training.memory.plan import MemoryPlan, fits_surely, make_estimator
 CONFIG = TrainConfig(adapter=AdapterConfig(rank=4))
 
 
+@pytest.mark.feature(84)
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_has_the_same_gradients_in_every_checkpointing_mode(name):
     denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
@@ -41,6 +42,7 @@ BROKEN = ("hidream",)
 """Which tokens an expert sees is known when they are computed: blocks are compiled in parts."""
 
 
+@pytest.mark.feature(133)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_blocks_have_the_same_gradients(name, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
@@ -106,6 +108,7 @@ def test_the_estimated_weights_are_all_that_the_network_has(name):
     assert found == pytest.approx(sum(tensor.nbytes for tensor in everything), rel=0.01)
 
 
+@pytest.mark.feature(132)
 @counted
 @pytest.mark.parametrize("name", TINY)
 def test_a_block_keeps_less_than_selective_checkpointing_and_that_less_than_everything(name):

@@ -132,6 +132,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.feature(45)
 @pytest.mark.parametrize(
     ("family", "prefix"), [(family, prefix) for family, prefixes in LAYOUTS.items() for prefix in prefixes]
 )

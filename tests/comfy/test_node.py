@@ -57,6 +57,7 @@ def test_every_node_is_one_of_grafts(node):
     assert issubclass(node, Node)
 
 
+@pytest.mark.feature(103)
 @pytest.mark.parametrize("value", [7, {"a": [1]}, ["1", 0], "no such", HALF, "x" * 5000], ids=str)
 @pytest.mark.parametrize(("node", "name"), inputs(io.Combo.Input, but=Files))
 def test_a_menu_takes_only_what_it_offers_also_from_a_client(node, name, value):

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from graft.tests.support.tiny_models import SIBLINGS, TINY
+
+STOCK = "test_the_saved_file_through_the_stock_loader_is_the_attached_adapter"
 HERE = Path(__file__).parent
 THERE = (
     "test_crossings.py",
@@ -16,11 +21,13 @@ THERE = (
     "test_fingerprint.py",
     "test_families.py::test_every_adapter_parameter_has_a_gradient_by_step_two",
     "test_families.py::test_the_base_is_byte_identical_after_training",
-    "test_families.py::test_the_saved_file_through_the_stock_loader_is_the_attached_adapter",
+    *(f"test_families.py::{STOCK}[{name}-lora]" for name in (*TINY, *SIBLINGS)),
+    "test_encoders.py::test_encoders_have_left_the_device_before_the_base_is_held",
 )
 """The tests that run there; GRAFT_TEST_DEVICE=card runs all of tests/comfy there, which takes minutes."""
 
 
+@pytest.mark.feature(87, 89, 131)
 def test_what_trains_on_the_cpu_trains_on_another_device():
     """In a process of its own, which takes the device for good."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", *(str(HERE / name) for name in THERE)]

@@ -24,6 +24,7 @@ def built(name):
     return ComfyDenoiser(OTHERS[name]())
 
 
+@pytest.mark.feature(5, 7)
 @pytest.mark.parametrize("name", OTHERS)
 def test_it_trains_whole_and_alike_with_checkpointing_and_without(name, caplog):
     """By step two every adapter has moved but those on layers that the network does not use here."""

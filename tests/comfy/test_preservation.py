@@ -85,6 +85,7 @@ def runs():
     return [train(denoiser(), Subject(), config, None, steps=80) for config in (CONFIG, PRESERVED)]
 
 
+@pytest.mark.feature(153)
 def test_other_captions_stay_as_they_were_at_about_the_same_loss(runs):
     model, (plain, preserved) = denoiser(), runs
     others = [caption(word, image) for word in (CLASS, OTHER) for image in (6, 7, 8)]

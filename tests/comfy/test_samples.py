@@ -54,6 +54,7 @@ def drawn(base, name):
     return {path.name: path for path in sorted((folder_of(base, name) / "samples").glob("*"))}
 
 
+@pytest.mark.feature(92)
 def test_samples_are_saved_with_the_workflow_and_the_state_is_bit_equal_without_them(execute, base):
     execute(sampled("with_samples"))
     assert_as_without_samples(execute, base, "with_samples")
@@ -64,6 +65,7 @@ def test_samples_are_saved_with_the_workflow_and_the_state_is_bit_equal_without_
         assert json.loads(image.text["prompt"])["5"]["class_type"] == "GraftTrainSteps"
 
 
+@pytest.mark.feature(49)
 def test_samples_show_the_lora_of_their_step_and_the_trigger(base):
     found = {name: Image.open(path).tobytes() for name, path in drawn(base, "with_samples").items()}
     assert found["step-00000000-0.png"] != found["step-00000004-0.png"]
@@ -80,6 +82,7 @@ def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt
     assert drawn == [r"(happy:1.2) ganyu \(genshin\)"]
 
 
+@pytest.mark.feature(119)
 def test_samples_are_shown_on_the_node(execute, monkeypatch):
     shown = []
 
@@ -264,6 +267,7 @@ def test_what_is_without_effect_is_said_once_a_run_in_the_log_and_on_the_node(ex
         assert text.count("the negative prompt of Sample Prompts has no effect at cfg 1") == 1
 
 
+@pytest.mark.feature(93)
 @pytest.mark.parametrize(
     "model, file, cfg",
     [("flux", "", 1.0), ("schnell", "", 1.0), ("sd35l", "sd3.5_large_turbo.safetensors", 1.0)]
@@ -345,6 +349,7 @@ def saved(base, name):
     return Image.open(path)
 
 
+@pytest.mark.feature(136)
 def test_loss_plot_and_checkpoint_grid_are_pictures_of_the_run(execute, base):
     prompt = sampled("compared", every=0)
     prompt["5"]["inputs"]["checkpoint_settings"] = ["50", 0]
@@ -384,6 +389,7 @@ def test_checkpoints_are_evenly_spread_and_the_last_is_among_them():
     assert grid.spread_evenly([1, 2], 6) == [1, 2]
 
 
+@pytest.mark.feature(141)
 def test_the_stock_loss_graph_draws_the_loss_map(execute, base, comfyui, graft_nodes):
     import nodes
 

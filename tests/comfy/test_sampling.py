@@ -36,6 +36,7 @@ def test_the_target_denoises_to_the_image(kind, shape):
     check_sampling(sampling, kind.name)
 
 
+@pytest.mark.feature(68, 69)
 @pytest.mark.parametrize("kind", [t for t in TYPES if t.name not in REFUSED], ids=lambda kind: kind.name)
 def test_the_output_is_recovered_from_the_denoised_image(kind):
     sampling = sampling_of(kind)
@@ -61,6 +62,7 @@ def test_a_type_whose_output_does_not_decide_the_image_is_refused_by_name():
         check_sampling(sampling, "odd")
 
 
+@pytest.mark.feature(74)
 @pytest.mark.parametrize(
     "kind, snr",
     [("EPS", lambda s: s**-2), ("V_PREDICTION", lambda s: s**-2), ("FLOW", lambda s: ((1 - s) / s) ** 2)],
@@ -71,6 +73,7 @@ def test_the_signal_to_noise_ratio_is_the_model_types_own(kind, snr):
     torch.testing.assert_close(level.snr.flatten(), snr(sigma))
 
 
+@pytest.mark.feature(70)
 def test_zero_terminal_snr_trains_through_the_models_own_sampling():
     class Rescaled(comfy.model_sampling.ModelSamplingDiscrete, comfy.model_sampling.V_PREDICTION):
         pass

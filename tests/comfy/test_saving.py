@@ -70,6 +70,7 @@ def test_pictures_that_are_not_encoded_are_refused(execute):
         execute(prompt)
 
 
+@pytest.mark.feature(43, 44, 134)
 def test_the_file_says_what_it_is(execute, base):
     prompt = saving("named", dtype="fp16")
     prompt["50"] = {
@@ -180,6 +181,7 @@ AVERAGED = {
 }
 
 
+@pytest.mark.feature(124)
 def test_either_the_average_or_the_last_steps_weights_are_saved(execute, base):
     for name, weights in (("averaged", "average"), ("last", "last step")):
         prompt = saving(name, weights=weights, dtype="fp32")

@@ -80,6 +80,7 @@ def saving_every_step(graph):
     return graph
 
 
+@pytest.mark.feature(117)
 def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(comfyui, folder, monkeypatch):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # a start after the first, as users have it
     killed = saving_every_step(prompt("killed", steps=40, seed=1))
@@ -121,6 +122,7 @@ def terminated_in_training(running):
     return max(int(folder.name.removeprefix("step-")) for folder in folders)
 
 
+@pytest.mark.feature(121)
 def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_server, folder):
     (comfy_server.base / "input" / "tiny").mkdir(parents=True, exist_ok=True)
     for path in (folder / "input" / "tiny").iterdir():
@@ -137,6 +139,7 @@ def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_ser
         comfy_server.request("/graft/finish/finished", {})
 
 
+@pytest.mark.feature(121)
 def test_cancel_stops_within_a_step_and_the_next_prompt_runs(comfy_server, folder):
     with pytest.raises(PromptError, match="interrupted"):
         comfy_server.run(

@@ -56,6 +56,7 @@ def work(rank, port, folder):
             (folder / f"{name}-{rank}.json").write_text(json.dumps(two_steps(name, "sharded")))
 
 
+@pytest.mark.feature(152)
 def test_two_processes_that_share_a_base_train_bit_for_bit_what_one_does(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -90,6 +90,7 @@ def along(state, axis, word=NEUTRAL):
     return [((each * axis).sum() / axis.square().sum()).item() for each in moved]
 
 
+@pytest.mark.feature(33, 154)
 def test_a_slider_from_words_moves_the_output_between_its_texts(words):
     model = denoiser()
     axis = outputs(model, None, word=POSITIVE) - outputs(model, None, word=NEGATIVE)
@@ -112,6 +113,7 @@ def test_the_stock_loader_renders_every_strength(words):
         assert (stock - own).norm() <= 1e-4 * own.norm()
 
 
+@pytest.mark.feature(154)
 def test_a_slider_from_pairs_moves_what_differs_within_them():
     state = train(denoiser(), Pairs(), CONFIG, None, steps=40)
     axis = torch.zeros(4, 16, 8, 8)

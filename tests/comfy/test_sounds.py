@@ -44,6 +44,7 @@ def stock_latents(vae, samples):
         return call_stock("VAEEncodeAudio", "encode", vae=vae, audio=audio)["samples"]
 
 
+@pytest.mark.feature(8, 149)
 def test_stable_audio_trains_on_the_latents_of_the_stock_node_and_knows_the_seconds(folder, tmp_path):
     tiny, vae = OTHERS["stable_audio"], oobleck_vae()
     denoiser = ComfyDenoiser(tiny())
@@ -62,6 +63,7 @@ def test_stable_audio_trains_on_the_latents_of_the_stock_node_and_knows_the_seco
     assert len(state.losses) == 2 and set(calls) == {2.0}
 
 
+@pytest.mark.feature(149)
 def test_lyrics_reach_the_text_encoder_as_the_stock_node_of_ace_step_gives_them(folder, tmp_path):
     (folder / "a_lyrics.txt").write_text("[verse]\none two three\n")
     tiny = OTHERS["ace"]

@@ -48,6 +48,7 @@ def load(name, *, stay_in_file, dtype="auto"):
     return loading.load_base(name, (), FROM_CHECKPOINT, dtype, stay_in_file=stay_in_file)[0]
 
 
+@pytest.mark.feature(151)
 @pytest.mark.skipif(
     DEVICE != "cpu" or sys.platform != "linux", reason="reads /proc and sets a limit of Linux"
 )
@@ -116,6 +117,7 @@ def test_a_file_that_changes_during_a_step_ends_the_run(folder):
             base.layers[other].weight(torch.bfloat16, denoiser.device)
 
 
+@pytest.mark.feature(106)
 def test_a_file_larger_than_free_memory_is_mapped_unasked(folder, monkeypatch, caplog):
     caplog.set_level("INFO")
     size = write(folder / "huge.safetensors", 2)

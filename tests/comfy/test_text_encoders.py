@@ -151,6 +151,7 @@ def test_text_encoders_and_base_are_byte_identical_afterwards_also_after_an_erro
     assert modules_after == modules and all(torch.equal(after[key], t) for key, t in weights.items())
 
 
+@pytest.mark.feature(35)
 @every
 def test_the_saved_file_through_the_stock_loader_is_the_attached_adapter(name, trained, caplog):
     patcher, clip, denoiser, dataset, state = trained(name)
@@ -355,6 +356,7 @@ def test_the_base_models_file_is_found_through_the_graph(key):
     assert model_file({}, "3") == model_file(None, None) == ""
 
 
+@pytest.mark.feature(143)
 @pytest.mark.parametrize(
     "name, file, words",
     [("schnell", "", "schnell"), ("sd35l", "sd3.5_large_turbo.safetensors", "turbo")],

@@ -78,10 +78,12 @@ def assert_same(a, b):
     assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
 
 
+@pytest.mark.feature(113)
 def test_the_held_model_computes_what_comfyui_samples(patcher):
     assert torch.allclose(predict(patcher), sampled(patcher), atol=1e-5)
 
 
+@pytest.mark.feature(96)
 def test_two_parts_equal_the_whole_and_disk_changes_nothing(patcher, tmp_path):
     save_state(run(patcher, steps=2), tmp_path / "state")
     assert_same(run(patcher, load_state(tmp_path / "state"), steps=3), run(patcher, steps=5))

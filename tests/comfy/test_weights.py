@@ -33,6 +33,7 @@ def gradients(patcher, store, name):
     return value, torch.cat([gradient.flatten() for gradient in found.values() if gradient is not None])
 
 
+@pytest.mark.feature(10, 86)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("name", ["sd3", "sdxl", "flux", "zimage"])
 def test_every_layer_is_within_the_stated_error_of_the_base(name, store):
@@ -44,6 +45,7 @@ def test_every_layer_is_within_the_stated_error_of_the_base(name, store):
             assert (found - exact[path]).norm() <= ERRORS[store] * exact[path].norm(), path
 
 
+@pytest.mark.feature(87)
 @pytest.mark.parametrize("store", ["resident", "offload", "stream"])
 @pytest.mark.parametrize("name", ["sd3", "sdxl", "flux", "zimage"])
 def test_gradients_are_bit_equal_where_weights_are_only_moved(name, store):
@@ -52,6 +54,7 @@ def test_gradients_are_bit_equal_where_weights_are_only_moved(name, store):
     assert exact[0] == found[0] and torch.equal(exact[1], found[1])
 
 
+@pytest.mark.feature(10)
 @pytest.mark.parametrize("store", STORES)
 def test_the_base_is_byte_identical_afterwards(store):
     patcher = TINY["sd3"]()
@@ -137,6 +140,7 @@ LAYOUTS = {
 """Name -> layout of a file, its options, and the error of gradients when it is multiplied as it is."""
 
 
+@pytest.mark.feature(150)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_of_quantized_files_are_multiplied_as_they_are(name):
     layout, options, error = LAYOUTS[name]
@@ -205,6 +209,7 @@ def as_gguf(weight, kind):
     return loaded, whole
 
 
+@pytest.mark.feature(86, 108)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_a_base_from_a_gguf_file_is_trained_on_as_it_is(kind):
     plain, quantized = TINY["flux"](), TINY["flux"]()

@@ -67,6 +67,7 @@ def test_the_processes_are_started_by_the_file_that_is_the_command():
 own_processes = pytest.mark.skipif(PRETENDED, reason="processes of their own have no card")
 
 
+@pytest.mark.feature(110)
 @own_processes
 def test_torchrun_trains_a_job_file_as_one_process_does(alone, base, job, tmp_path):
     images(tmp_path / "together")

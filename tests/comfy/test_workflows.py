@@ -216,6 +216,7 @@ def made(execute, files, base):
     return files
 
 
+@pytest.mark.feature(137, 138, 148)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_workflow_runs(name, execute, made, base):
     prompt = at_demo_size(load(FOLDER / "api" / f"{name}.json"), steps=2, **made)
@@ -232,6 +233,7 @@ def test_every_workflow_runs(name, execute, made, base):
     assert prefixes and all(list((base / "output").glob(f"{prefix}_0*")) for prefix in prefixes)
 
 
+@pytest.mark.feature(142)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_workflow_has_a_small_picture(name):
     path = editor_file(name, "jpg")

@@ -37,6 +37,7 @@ def test_colors_stay_within_their_range():
     assert found.dtype == np.float32 and found.min() == 0 and found.max() == 1
 
 
+@pytest.mark.feature(57)
 def test_colors_are_drawn_within_what_was_asked_for_and_alike_in_every_run():
     augment = AugmentConfig(brightness=0.2, hue=0.1, variations=60)
     config = DatasetConfig(bucket=SMALL.bucket, augment=augment)

@@ -42,6 +42,7 @@ def test_an_epoch_shows_every_entry_its_repeats_number_of_times(size, number):
     assert shown == dict.fromkeys(range(38), 3)
 
 
+@pytest.mark.feature(55)
 def test_a_batch_never_mixes_buckets_and_only_a_buckets_last_is_smaller():
     found = order([1, 7, 30])
     batches = epoch(found, 4)
@@ -154,6 +155,7 @@ def test_sdxl_is_told_the_original_size_and_where_the_crop_began(tmp_path):
     ]
 
 
+@pytest.mark.feature(57)
 def test_both_orientations_are_cached_and_shown(tmp_path):
     found = dataset(tmp_path, replace(SMALL, augment=AugmentConfig(flip=True)), a=(64, 64))
     shown = {
@@ -163,6 +165,7 @@ def test_both_orientations_are_cached_and_shown(tmp_path):
     assert torch.allclose(one, two.flip(-1), atol=0.01)
 
 
+@pytest.mark.feature(56)
 def test_random_crops_and_colors_are_drawn_among_the_cached_ones(tmp_path):
     augment = AugmentConfig(
         crop="random", brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, variations=3
@@ -172,6 +175,7 @@ def test_random_crops_and_colors_are_drawn_among_the_cached_ones(tmp_path):
     assert len(shown) == 3
 
 
+@pytest.mark.feature(126)
 def test_captions_vary_although_their_conditioning_is_cached(tmp_path):
     add(tmp_path / "set", "a.png", "a, b, c, d, e")
     config = replace(SMALL, caption=CaptionConfig(tag_dropout=0.5, variations=6))
@@ -180,6 +184,7 @@ def test_captions_vary_although_their_conditioning_is_cached(tmp_path):
     assert len(shown) == len(set(encoder.texts) - {""}) > 3
 
 
+@pytest.mark.feature(50)
 def test_caption_dropout_shows_the_empty_caption_its_share_of_the_time(tmp_path):
     found = dataset(tmp_path, replace(SMALL, caption=CaptionConfig(dropout=0.3)), a=(64, 64))
     batches = all_batches(found, epochs=400)
@@ -201,6 +206,7 @@ def half_mask(size=(64, 64)):
     return mask
 
 
+@pytest.mark.feature(59)
 def test_a_mask_file_weighs_the_latents_and_an_image_without_one_counts_fully(tmp_path):
     add(tmp_path / "set", "a-mask.png", None, half_mask())
     config = replace(SMALL, mask=MaskConfig(outside=0.25))
@@ -305,6 +311,7 @@ def test_the_trigger_word_is_the_first_that_a_folder_has(tmp_path):
     assert encode(folders, FakeEncoder(), tmp_path / "cache").trigger == "sks"
 
 
+@pytest.mark.feature(58)
 def test_folders_fill_an_epoch_by_their_shares(tmp_path):
     shown = Counter(n for batch in all_batches(two_folders(tmp_path, shares=(1, 1)), 2) for n in batch.names)
     assert shown == {"a.png": 1, "b.png": 1, "c.png": 1, "d.png": 1, "x.png": 4}

@@ -14,6 +14,7 @@ def sizes(count, seed=0):
     return [(draw.randint(8, 6000), draw.randint(8, 6000)) for _ in range(count)]
 
 
+@pytest.mark.feature(53)
 @pytest.mark.parametrize("resolution, step", [(1024, 64), (512, 16), (768, 32)])
 def test_the_bucket_is_the_nearest_of_all_by_brute_force(resolution, step):
     buckets = bucket_sizes(resolution, step=step)
@@ -56,6 +57,7 @@ def test_a_larger_step_makes_fewer_buckets_that_still_fit_the_model():
     assert all(side % 80 == 0 for bucket in found for side in bucket) and len(found) < 30
 
 
+@pytest.mark.feature(54)
 def test_several_resolutions_give_each_image_a_bucket_at_each():
     config = BucketConfig(resolutions=(512, 1024))
     assert buckets_for(300, 300, config, step=64) == [(512, 512), (1024, 1024)]

@@ -54,12 +54,14 @@ def calls(folder, tmp_path):
     return run
 
 
+@pytest.mark.feature(62)
 def test_equal_captions_are_encoded_once_and_the_empty_one_always(folder, tmp_path):
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")
     assert encoder.calls == (4, 4) and encoder.texts.count("") == 1
 
 
+@pytest.mark.feature(61)
 def test_a_second_run_encodes_nothing_and_does_not_open_the_images(calls, folder, monkeypatch):
     for path in folder.iterdir():
         os.utime(path, (1e9, 1e9))  # not so recent that another edit could have the same date
@@ -130,6 +132,7 @@ def test_the_background_matters_to_transparent_images_only(calls, folder):
     assert calls() == (1, 0) and calls(replace(SMALL, background="#000000")) == (1, 0)
 
 
+@pytest.mark.feature(64)
 def test_encoding_can_be_forced(calls):
     assert calls(recache=True) == (4, 4) and calls() == (0, 0)
 

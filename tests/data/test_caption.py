@@ -12,6 +12,7 @@ def texts(*captions, regularisation=False, **rules):
     return variations(captions, DatasetConfig(caption=CaptionConfig(**rules), regularisation=regularisation))
 
 
+@pytest.mark.feature(49)
 @pytest.mark.parametrize(
     "caption, expected",
     [
@@ -84,10 +85,12 @@ def test_a_caption_without_rules_is_left_as_it_was_written():
     assert texts(" a cat,with  odd , commas,") == ["a cat,with  odd , commas,"]
 
 
+@pytest.mark.feature(52)
 def test_filtered_tags_are_taken_out_whatever_their_case():
     assert texts(TAGS, remove=("*Quality", "grass")) == ["cat, red hat, blue sky"]
 
 
+@pytest.mark.feature(51)
 def test_shuffling_keeps_the_first_tags_and_loses_none():
     found = texts(TAGS, shuffle=True, keep_tokens=2)
     assert len(found) > 3 and len(set(found)) == len(found) <= 8

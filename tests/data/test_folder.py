@@ -84,6 +84,7 @@ def test_captions_come_from_the_first_source_that_has_one(tmp_path):
     assert [texts[0] for texts in found.values()] == ["from txt", "from caption", "from json", "from jsonl"]
 
 
+@pytest.mark.feature(47)
 def test_a_chosen_caption_source_is_the_only_one(tmp_path):
     add(tmp_path, "red_fox.png", "from txt")
     assert captions(scan(tmp_path, captioned(source="file name"))) == {"red_fox.png": ("red fox",)}
@@ -129,6 +130,7 @@ def test_captions_saved_by_notepad_are_read(tmp_path, encoding):
     assert captions(scan(tmp_path)) == {"a.png": ("caf\u00e9 \u732b",)}
 
 
+@pytest.mark.feature(48)
 def test_a_missing_caption_is_an_error_unless_chosen_otherwise(tmp_path):
     add(tmp_path, "a.png", None), add(tmp_path, "b.png", "  \n")
     with pytest.raises(

@@ -1,11 +1,13 @@
 """The shortest way through the package: a folder of pictures with .txt captions becomes batches."""
 
+import pytest
 import torch
 
 from graft.tests.support.datasets import SMALL, FakeEncoder, add
 from graft.training.data import CaptionConfig, DatasetConfig, encode, scan
 
 
+@pytest.mark.feature(46)
 def test_a_folder_with_captions_becomes_batches(tmp_path):
     for name in "abc":
         add(tmp_path / "set", f"{name}.png", f"the letter {name}")

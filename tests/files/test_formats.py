@@ -162,6 +162,7 @@ MIXINS = {
 }
 
 
+@pytest.mark.feature(21)
 @pytest.mark.parametrize("kind, family", [("sdxl", "SDXL"), ("sd3", "SD35Medium"), ("flux", "Flux")])
 def test_an_export_loads_through_peft_with_no_key_left_or_missing(kind, family):
     model, part = model_of(kind), "unet" if kind == "sdxl" else "transformer"

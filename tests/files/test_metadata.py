@@ -209,6 +209,7 @@ def test_dates_are_those_of_the_training_not_of_the_saving():
     assert float(found["ss_training_finished_at"]) - float(found["ss_training_started_at"]) == 100.0
 
 
+@pytest.mark.feature(134)
 def test_the_cover_is_a_small_picture_that_both_readers_can_open():
     found = lora_metadata(state(), FAMILIES["SDXL"], title="x", cover=torch.rand(1024, 768, 3))
     [picture] = json.loads(found["ssmd_cover_images"])

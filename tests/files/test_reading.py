@@ -152,6 +152,7 @@ def test_a_layer_is_named_for_its_method_and_nothing_of_it_is_lost(tmp_path, met
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
+@pytest.mark.feature(107)
 @pytest.mark.parametrize(
     ("header", "body"),
     [
@@ -180,6 +181,7 @@ def test_a_header_of_100_megabytes_is_refused_unread(tmp_path):
         read_lora(path)
 
 
+@pytest.mark.feature(108)
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_a_pickle_is_refused_unopened(tmp_path, protocol):
     class Trap:

@@ -410,6 +410,7 @@ def test_a_harmless_key_changes_nothing_beside_its_switch_and_is_refused_without
     assert key in HONORED or switch == {"model.layer_offloading": True} or REFUSED.keys() >= switch.keys()
 
 
+@pytest.mark.feature(34, 77)
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_key_that_cannot_be_honored_is_refused_by_name(key, tmp_path):
     with pytest.raises(ValueError, match=key.replace("[", r"\[")):
@@ -479,6 +480,7 @@ def test_errors_of_one_key_do_not_hide_those_of_several(tmp_path):
         assert f"\n{line}" in str(error.value)
 
 
+@pytest.mark.feature(103)
 @pytest.mark.parametrize(
     ("key", "value", "near"),
     [

@@ -89,6 +89,7 @@ def failing(graph, inputs):
     raise RuntimeError("no compiler here")
 
 
+@pytest.mark.feature(133)
 @pytest.mark.parametrize("every", [0, 1])
 def test_where_compiling_fails_the_run_goes_on_without(every, monkeypatch, caplog):
     monkeypatch.setattr(compiling, "BACKEND", failing)

@@ -50,6 +50,7 @@ def both_passes(weight, x, grad):
     return by.forward(weight.parts, x, None), by.backward(weight.parts, grad)
 
 
+@pytest.mark.feature(150)
 @pytest.mark.parametrize("family", SHAPES)
 def test_int8_products_of_every_layer_shape_are_within_two_percent_in_both_passes(family):
     for out, inputs in SHAPES[family]:

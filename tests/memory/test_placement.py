@@ -53,6 +53,7 @@ def test_plans_that_only_move_data_end_in_the_same_state(base, mode):
     assert same(trained({"base": base, "checkpointing": mode}), trained({}))
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_step_that_ran_out_of_memory_is_computed_again(at, caplog):
     denoiser = Small(lambda store, calls: calls == at)

@@ -342,6 +342,7 @@ class OnHost:
         return OnDevice(self.device, self.number)
 
 
+@pytest.mark.feature(131)
 @pytest.mark.parametrize("first", ["copies", "computation"])
 def test_however_far_the_program_is_ahead_every_layer_computes_with_its_own_weight(monkeypatch, first):
     device, seen = LazyDevice(), []

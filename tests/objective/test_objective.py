@@ -136,6 +136,7 @@ def test_ltx_shifts_by_exp_mu_linear_in_the_tokens_up_to_4096(tokens, mu):
     assert shift_for(tokens, ObjectiveConfig(resolution_shift="ltx"), FAMILY) == pytest.approx(math.exp(mu))
 
 
+@pytest.mark.feature(72)
 @pytest.mark.parametrize("tokens, mu", [(256, 0.5), (4096, 1.15), (1024, 0.63)])
 def test_flux_shifts_by_exp_mu_linear_in_the_tokens(tokens, mu):
     assert shift_for(tokens, ObjectiveConfig(resolution_shift="flux"), FAMILY) == pytest.approx(math.exp(mu))
@@ -145,6 +146,7 @@ def test_flux_shifts_by_exp_mu_linear_in_the_tokens(tokens, mu):
     )
 
 
+@pytest.mark.feature(72)
 def test_sd3_shifts_by_the_square_root_of_the_size():
     family = dataclasses.replace(FAMILY, shift=3.0, resolution_shift="sd3")
     assert shift_for(4096, CONFIG, family) == pytest.approx(3.0)
@@ -157,6 +159,7 @@ def test_a_shift_set_by_hand_is_kept_at_every_size():
     assert shift_for(1024, ObjectiveConfig(shift=2.0, resolution_shift="sd3"), family) == 1.0
 
 
+@pytest.mark.feature(73)
 def test_bias_triples_the_odds_of_the_upper_half():
     assert (draw(sigmas="uniform", bias=1.0) > 0.5).float().mean() == pytest.approx(0.75, abs=1e-3)
     assert (draw(sigmas="uniform", bias=-1.0) > 0.5).float().mean() == pytest.approx(1 - 0.5**0.5, abs=1e-3)
@@ -167,6 +170,7 @@ def test_levels_are_squeezed_between_minimum_and_maximum():
     assert 0.2 <= levels.min() and levels.max() <= 0.6 and abs(levels.mean() - 0.4) < 1e-3
 
 
+@pytest.mark.feature(148)
 @pytest.mark.parametrize("name", SIGMAS)
 def test_two_ranges_that_are_cut_out_share_no_level_and_together_are_the_whole_distribution(name):
     """As Wan 2.2's two experts are trained, at a boundary of 0.875 of the noise."""
@@ -187,6 +191,7 @@ def test_a_range_without_a_level_of_the_model_is_refused():
         draw(sigmas="logit-normal", mean=9.0, std=0.01, noise_range="cut", min_noise=0.2, max_noise=0.3)
 
 
+@pytest.mark.feature(129)
 def test_a_stratified_batch_has_one_level_in_each_part_and_the_same_expectation():
     for seed in range(20):
         assert (draw(8, sigmas="uniform", seed=seed) * 8).long().sort().values.tolist() == list(range(8))
@@ -262,6 +267,7 @@ def test_the_output_is_velocity_noise_or_v_by_model_type(sampling, space):
     torch.testing.assert_close(SPACES[space](at), torch.ones(3, 1, 1, 1))
 
 
+@pytest.mark.feature(74)
 def test_min_snr_is_hang_2023_for_eps_v_and_x0():
     at, gamma = level(Eps(), 0.05, 0.4, 1.0, 5.0), 5.0
     snr = at.snr.flatten()
@@ -304,6 +310,7 @@ def test_sigma_sqrt_and_cosmap_are_the_weights_of_diffusers():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.feature(71)
 def test_densities_are_those_of_diffusers():
     training_utils = pytest.importorskip("diffusers.training_utils")
     density = training_utils.compute_density_for_timestep_sampling
@@ -318,6 +325,7 @@ def test_densities_are_those_of_diffusers():
 # Losses
 
 
+@pytest.mark.feature(75)
 def test_losses_are_their_formulas():
     error = torch.tensor([-2.0, -0.05, 0.0, 0.05, 0.5])
     torch.testing.assert_close(LOSSES["mse"](error, 0.1), error**2)
@@ -437,6 +445,7 @@ def test_pyramid_noise_keeps_its_variance_and_gains_low_frequencies():
     assert low(found) > 1.5 * low(noise)
 
 
+@pytest.mark.feature(76)
 def test_each_layer_of_pyramid_noise_is_coarser_and_counts_by_the_discount_once_more():
     noise, draws = torch.randn(2, 4, 24, 16, generator=generator()), generator("pyramid")
     layers, side = [noise], 1.0

@@ -21,6 +21,7 @@ from ..support.tiny import TinyDataset, TinyDenoiser, TinySamples
 AVERAGED = dataclasses.replace(CONFIG, ema=EmaConfig(decay=0.9))
 
 
+@pytest.mark.feature(91)
 def test_the_average_is_its_formula():
     states = []
     train_with(

@@ -102,6 +102,7 @@ def test_memory_saved_and_loaded_continues_bit_for_bit_also_for_tensors_in_eight
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
+@pytest.mark.feature(80)
 @every_row
 def test_every_optimizer_learns(name):
     config = settings(name, weight_decay=0.0)
@@ -188,6 +189,7 @@ def test_another_optimizers_memory_is_left_aside(caplog):
     assert not second.state and "changed from adamw to lion" in caplog.text
 
 
+@pytest.mark.feature(79)
 def test_eight_bit_memory_is_a_quarter_of_the_full_one():
     sizes = {}
     for name in ("adamw", "adamw8bit"):
@@ -406,6 +408,7 @@ def test_a_run_takes_the_paged_memory_that_the_one_before_let_go_of(monkeypatch)
     assert len(taken) == count
 
 
+@pytest.mark.feature(130)
 def test_bf16_weights_learn_what_float32_weights_learn():
     losses = {}
     for weights in ("fp32", "bf16"):
@@ -508,6 +511,7 @@ def test_gradients_are_as_large_as_without_a_loss_scale():
     assert all(torch.allclose(scaled.weights[n], plain.weights[n], atol=1e-7) for n in plain.weights)
 
 
+@pytest.mark.feature(85)
 def test_a_step_whose_gradients_overflow_is_computed_again_at_a_lower_scale():
     state = fp16(10.0, 3)
     assert 1 < state.loss_scale.value < 65536 and state.step == 3

@@ -23,6 +23,7 @@ def config(name, **options):
     return ScheduleConfig(name=name, total_steps=100, cycles=3, power=2.0, **options)
 
 
+@pytest.mark.feature(81)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_its_formula(name):
     for step in range(100):

@@ -50,6 +50,7 @@ def test_a_state_knows_the_sound_ones_of_its_run_before_it(tmp_path):
     assert Run.of(elsewhere) is None and Run.of(handle) == Run(tmp_path / "run")
 
 
+@pytest.mark.feature(95)
 def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
     go(tmp_path, 7, saving=CheckpointConfig(minutes=0, steps=0, keep=4))
     assert checkpoints(tmp_path) == [4, 5, 6, 7]

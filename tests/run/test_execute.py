@@ -139,6 +139,7 @@ def test_the_log_keeps_what_it_says_of_later_checkpoints(tmp_path):
     assert go(tmp_path, 6).step == 6
 
 
+@pytest.mark.feature(100)
 def test_the_log_has_every_step_once_after_a_resume(tmp_path):
     with pytest.raises(Cancelled):
         go(tmp_path, 6, on_step=failing_at(4, Cancelled()))
@@ -230,6 +231,7 @@ def test_a_run_in_another_thread_is_saved_by_an_interrupt(tmp_path):
     assert_same(go(tmp_path, 6).load(), train_without_a_folder(steps=6))
 
 
+@pytest.mark.feature(101)
 def test_a_parameter_that_no_gradient_reaches_is_named(caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
     build = LiveState.__init__

@@ -19,6 +19,7 @@ from graft.training.validation import validation_loss
 from ..support.tiny import TinyDenoiser, TinySamples
 
 
+@pytest.mark.feature(102)
 @pytest.mark.parametrize("margin", [0, 100_000])
 def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_with_more_room(small_disk, monkeypatch, margin):
     """With a margin the run stops in time; without one it does when the space that it held had to be used."""

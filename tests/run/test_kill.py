@@ -29,11 +29,13 @@ def test_a_run_killed_inside_a_save_goes_on_bit_equal(tmp_path):
     assert killed == whole
 
 
+@pytest.mark.feature(117)
 def test_a_run_killed_at_some_moment_goes_on_bit_equal(tmp_path):
     faults.kill_once(tmp_path / "killed", "adamw", 30, after=0.4)
     assert faults.train(tmp_path / "killed", "adamw", 30) == faults.train(tmp_path / "whole", "adamw", 30)
 
 
+@pytest.mark.feature(112)
 @posix
 def test_sigterm_saves_the_step_and_ends_the_process(tmp_path):
     command = [sys.executable, faults.__file__, str(tmp_path), "adamw", "100000", ""]

@@ -43,6 +43,7 @@ STEP = Progress(
 )
 
 
+@pytest.mark.feature(99)
 def test_a_line_says_where_a_run_stands():
     text = describe(dataclasses.replace(STEP, validation=0.3, memory=3 << 30, plan="fp8, block"))
     assert text == (
@@ -137,6 +138,7 @@ def rows(path, fields="step"):
         return table.execute(f"SELECT {fields} FROM steps ORDER BY step").fetchall()
 
 
+@pytest.mark.feature(100)
 def test_a_log_as_a_table_has_every_step_once_after_a_resume(tmp_path):
     run = Run(tmp_path, CheckpointConfig(steps=4, sqlite=True))
     execute(run, TinyDenoiser(), TinyDataset(), CONFIG, None, steps=4)
@@ -189,6 +191,7 @@ def test_a_log_that_is_no_log_is_begun_anew(tmp_path):
     assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [40]
 
 
+@pytest.mark.feature(100, 136)
 def test_tensorboard_gets_every_step(tmp_path, monkeypatch):
     written = []
 

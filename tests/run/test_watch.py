@@ -21,6 +21,7 @@ from ..support.runs import run as train_without_a_folder
 from ..support.tiny import FAMILY
 
 
+@pytest.mark.feature(94)
 def test_a_checkpoint_is_written_every_so_many_steps(tmp_path):
     saving = CheckpointConfig(minutes=60, steps=2, keep=9)
     go(tmp_path, 5, saving=saving)

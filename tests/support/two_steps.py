@@ -28,10 +28,13 @@ class Samples:
         return self.tiny.batch(self.indices)
 
 
-def two_steps(denoiser, tiny, checkpointing="none"):
+def two_steps(denoiser, tiny, checkpointing="none", algorithm="lora"):
     """Train it in a checkpointing mode; return the state."""
     memory = MemoryConfig(dtype="fp32", checkpointing=checkpointing)
-    return train(denoiser, Samples(tiny), dataclasses.replace(CONFIG, memory=memory), None, steps=2)
+    rank = 18 if algorithm == "boft" else CONFIG.adapter.rank  # of which its smallest blocks are
+    adapter = dataclasses.replace(CONFIG.adapter, algorithm=algorithm, rank=rank)
+    config = dataclasses.replace(CONFIG, memory=memory, adapter=adapter)
+    return train(denoiser, Samples(tiny), config, None, steps=2)
 
 
 def unmoved(denoiser, state):

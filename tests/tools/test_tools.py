@@ -133,6 +133,7 @@ def test_openclip_weights_of_a_checkpoint_are_found_by_their_kohya_names(tmp_pat
     assert torch.allclose(moved[f"{layer}mlp.c_fc.weight"], expected[:12], atol=1e-6)
 
 
+@pytest.mark.feature(106)
 def test_merging_holds_one_weight_at_a_time(tmp_path):
     base = {f"blocks.{n}.weight": torch.full((256, 1024), float(n)) for n in range(16)}  # 1 MB each
     tensors = {}
