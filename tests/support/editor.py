@@ -110,10 +110,10 @@ class Editor:
     def press(self, key: str) -> None:
         codes = {"Escape": 27, "r": 82, ".": 190, "Tab": 9, "Enter": 13, " ": 32, "End": 35, "ArrowLeft": 37}
         codes |= {"Home": 36, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-        for kind in ("keyDown", "keyUp"):
-            self.page.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key]
-            )
+        event = {"key": key, "code": {" ": "Space"}.get(key, key), "windowsVirtualKeyCode": codes[key]}
+        written = {"text": text} if (text := {"Enter": "\r", " ": " "}.get(key)) else {}
+        self.page.call("Input.dispatchKeyEvent", type="keyDown", **event, **written)
+        self.page.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def node(self, number: int, expression: str) -> Any:
         """Evaluate an expression over `node`."""

@@ -1,0 +1,105 @@
+"""What Graft shows on nodes and in the images of a dataset, for people with a screen reader or a keyboard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import graft
+from graft.tests.support.axe import serious_faults
+from graft.tests.support.drawn_runs import write_run
+
+pytestmark = pytest.mark.browser
+WORKFLOW = json.loads(
+    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
+)
+DATASET, TRAIN = 2, 5
+DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
+ELEMENT = "node.widgets.find(w => w.name === '{}').element"
+RUN = "anna-0123456789abcdef"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
+def opened(request, editor, running):
+    """The editor with a dataset of good and bad images, a chart of a run, a plan and an error."""
+    folder = running.base / "input" / "mixed"
+    folder.mkdir(exist_ok=True)
+    for name in ("cat", "dog", "bare", "owl", "fox", "hen"):
+        Image.new("RGB", (300, 200), "teal").save(folder / f"{name}.png")
+        if name != "bare":
+            (folder / f"{name}.txt").write_text(f"a {name}\n")
+    (folder / "bad.png").write_text("no image")
+    if not (running.base / "output" / "graft" / RUN).is_dir():
+        write_run(running.base / "output" / "graft" / RUN)
+    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
+    editor.open()
+    editor.load(WORKFLOW)
+    editor.set(DATASET, folder="mixed", resolution="256")
+    yield editor
+    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+
+
+@pytest.fixture
+def grid(opened):
+    opened.node(DATASET, "(node.widgets.find(w => w.type === 'button').callback(), true)")
+    opened.page.wait_for(f"{DIALOG}?.querySelectorAll('li').length === 7")
+    yield lambda expression: opened.page.evaluate(f"(dialog => {expression})({DIALOG})")
+    opened.page.evaluate(f"({DIALOG})?.close()")
+
+
+def test_no_serious_fault_in_the_images_of_a_dataset(opened, grid):
+    assert serious_faults(opened.page, f"({DIALOG}).getRootNode().host") == []
+    grid("(dialog.querySelector('.scroll').append(document.createElement('button')), true)")
+    [(rule, *_)] = serious_faults(opened.page, f"({DIALOG}).getRootNode().host")
+    assert rule == "button-name", "a fault would be found"
+
+
+def test_arrow_keys_go_through_the_images_and_escape_closes(opened, grid):
+    name = "dialog.getRootNode().activeElement.closest('li').querySelector('.name').textContent"
+    names = grid("[...dialog.querySelectorAll('li .name')].map(e => e.textContent)")
+    columns = grid("getComputedStyle(dialog.querySelector('ul')).gridTemplateColumns.split(' ').length")
+    grid("(dialog.querySelector('li button').focus(), true)")
+    for key, at in (("ArrowRight", 1), ("ArrowDown", 1 + columns), ("ArrowUp", 1), ("ArrowLeft", 0)):
+        opened.press(key)
+        assert grid(name) == names[at]
+    assert grid("getComputedStyle(dialog.getRootNode().activeElement).outlineStyle") == "solid"
+    opened.press("ArrowLeft")
+    assert grid(name) == names[0], "there is none before the first"
+    opened.press("Escape")
+    opened.page.wait_for(f"!({DIALOG})")
+
+
+def test_no_serious_fault_in_the_chart_with_its_samples(opened):
+    live = {"run": RUN, "step": 300, "last": 300, "running": False, "finishing": False, "same": True}
+    show = "(await import('/scripts/api.js')).api.fetchApi"
+    opened.page.evaluate(f"""(async () => {{
+        const api = (await import('/scripts/api.js')).api, fetch = {show}
+        const node = app.graph.getNodeById({TRAIN})
+        api.fetchApi = async (path, options) => path === '/graft/runs' && options?.method === 'POST'
+            ? new Response(JSON.stringify({{ runs: {{ [{TRAIN}]: {json.dumps(live)} }}, settings: {{}} }}))
+            : fetch.call(api, path, options)
+        await app.loadGraphData(app.graph.serialize())
+        api.fetchApi = fetch
+    }})()""")
+    chart = ELEMENT.format("graft_chart")
+    opened.page.wait_for(
+        f"(node => {chart}.shadowRoot.querySelectorAll('.samples img').length === 3)"
+        f"(app.graph.getNodeById({TRAIN}))"
+    )
+    assert serious_faults(opened.page, f"(node => {chart})(app.graph.getNodeById({TRAIN}))") == []
+
+
+def test_no_serious_fault_in_a_report_and_an_error_is_told_at_once(opened):
+    node = f"app.graph.getNodeById({DATASET})"
+    text = "checkpointing   base      peak\nnone            resident  4.2 GiB"
+    opened.page.evaluate(f"({node}.onExecuted({{ text: [{json.dumps(text)}] }}), true)")
+    report = f"(node => {ELEMENT.format('graft_text')})({node})"
+    opened.page.wait_for(f"{report}.value.includes('GiB')")
+    assert serious_faults(opened.page, report) == []
+    opened.page.evaluate(f"""import('/scripts/api.js').then(({{ api }}) => api.dispatchCustomEvent(
+        'execution_error', {{ node_id: '{DATASET}', exception_message: 'no images', traceback: [] }}))""")
+    opened.page.wait_for(f"{report}.getAttribute('role') === 'alert' && {report}.value === 'no images'")
+    assert serious_faults(opened.page, report) == []
