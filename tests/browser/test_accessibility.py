@@ -83,6 +83,9 @@ def test_no_serious_fault_in_the_chart_with_its_samples(opened):
             : fetch.call(api, path, options)
         await app.loadGraphData(app.graph.serialize())
         api.fetchApi = fetch
+        const {{ pos }} = app.graph.getNodeById({TRAIN})
+        Object.assign(app.canvas.ds, {{ scale: 1, offset: [400 - pos[0], 60 - pos[1]] }})
+        app.canvas.setDirty(true, true)
     }})()""")
     chart = ELEMENT.format("graft_chart")
     opened.page.wait_for(
