@@ -564,7 +564,8 @@ def _place(
     """
     note = {
         "id": max(nodes) + 1, "type": "MarkdownNote", "pos": [0, TITLE], "size": [NOTE, 0], "flags": {},
-        "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": "Read me", "properties": {},
+        "order": 0, "mode": 0, "inputs": [], "outputs": [], "title": "Read me",
+        "properties": {"graft": "note"},
         "widgets_values": [layout.note], "color": "#2b2f36", "bgcolor": "#353a42",
     }  # fmt: skip
     groups = [(title, _split(nodes, columns)) for title, columns in layout.groups]

@@ -498,6 +498,9 @@ FAMILIES: Mapping[str, Family] = {
     "SD35Large": replace(
         _SD3, name="SD3.5 Large", architecture="stable-diffusion-3-5-large", base_model="5-large"
     ),
+    "GraftStarter": replace(
+        _SD3, name="Graft starter", architecture="graft-starter", base_model="graft_starter"
+    ),
     "Flux": replace(_FLUX, arch=("flux", "flex1", "flux_kontext"), bypasses_guidance=True),
     "FluxInpaint": replace(_FLUX, name="Flux.1 Fill", caption=None, inpaints=True),
     "FluxSchnell": replace(
@@ -635,7 +638,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _sd3_variant(unet_config: Mapping[str, Any]) -> str:
-    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 normalize queries and keys."""
+    """SD3.5 Medium alone has a second attention in some blocks; both 3.5 normalize queries and keys. No
+    published one has as few blocks as the model in starter/.
+    """
+    if unet_config.get("depth") == 6:
+        return "GraftStarter"
     if unet_config.get("x_block_self_attn_layers"):
         return "SD35Medium"
     return "SD35Large" if unet_config.get("qk_norm") else "SD3"

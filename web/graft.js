@@ -11,6 +11,7 @@ import { addImages, words as datasetWords } from "./dataset.js"
 import { Gallery } from "./gallery.js"
 import { Panel } from "./panel.js"
 import { Report } from "./report.js"
+import { sortTemplates } from "./templates.js"
 import { allNodes, expose, holds, nodesAt } from "./subgraph.js"
 import { wordsFor } from "./words.js"
 
@@ -27,11 +28,15 @@ const galleries = new WeakMap()
 const told = new Map()
 /** The pending request to the server, and the run it was last asked about. */
 let asking, askedFor
+/** The timer of the next look ahead. */
+let looking
 
 api.addEventListener("graft.run", ({ detail }) => show(detail)) // at once: a run may be under way
 api.addEventListener("execution_error", ({ detail }) => showError(detail))
 api.addEventListener("execution_start", () => forgetErrors())
 api.addEventListener("reconnected", () => refill()) // what the server told meanwhile is lost
+api.addEventListener("graphChanged", () => lookAheadSoon())
+sortTemplates(api)
 
 // The panel shows the samples, so ComfyUI's own preview below it is hidden: here for Nodes 2.0.
 const style = document.createElement("style")
@@ -62,10 +67,18 @@ app.registerExtension({
     },
 
     afterConfigureGraph() {
+        enlargeNotes(rootGraph())
         allNodes(rootGraph()).forEach(showOutside)
         return refill()
     },
 })
+
+/** Notes of Graft's templates have letters that can be read at the first view. */
+function enlargeNotes(graph) {
+    for (const { properties, widgets } of graph?.nodes ?? [])
+        if (properties?.graft === "note")
+            widgets?.[0]?.element?.style.setProperty("--comfy-textarea-font-size", "15px")
+}
 
 function addPanel(node) {
     const panel = new Panel(api, words(), () => makeRoom(node))
@@ -231,6 +244,27 @@ async function refill() {
         if (told.has(key(node, digest))) recall(node, told.get(key(node, digest)))
     }
     for (const [panel, run] of runs) panel.follow(run)
+    lookAheadSoon()
+}
+
+/** Show before Run what the runs of this graph will take, once edits have come to rest. */
+function lookAheadSoon() {
+    clearTimeout(looking)
+    looking = setTimeout(lookAhead, 600)
+}
+
+async function lookAhead() {
+    const graph = rootGraph()
+    if (!allNodes(graph).some(({ comfyClass }) => comfyClass === NODE)) return
+    try {
+        const { output } = await app.graphToPrompt(graph)
+        const body = JSON.stringify({ prompt: output })
+        const answer = await api.fetchApi("/graft/before", { method: "POST", body })
+        const found = answer.ok ? await answer.json() : {}
+        for (const id in found) for (const panel of panelsAt(graph, id)) panel.expect(found[id])
+    } catch (error) {
+        console.debug("Graft: nothing is known before the run.", error)
+    }
 }
 
 /** Return the runs that this graph's panels show, and the digests of its nodes' settings: two Maps. */

@@ -6,6 +6,7 @@
  */
 
 import { COLORS, draw, stepAt } from "./chart.js"
+import { isWanted, notify, toggle } from "./notify.js"
 import { Series, clock, short } from "./series.js"
 
 const FILES_EVERY = 3000
@@ -29,6 +30,10 @@ button[aria-pressed="true"] { border-color: ${COLORS.smoothed}; color: ${COLORS.
 .chart { position: relative; flex: 1 1 128px; min-height: 112px; }
 canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
 .empty { position: absolute; inset: 0; display: grid; place-items: center; opacity: 0.6; text-align: center; }
+.before { position: absolute; inset: 0 0 auto; margin: 0; padding: 2px 6px; list-style: none; pointer-events: none;
+          max-height: 100%; overflow: hidden; border-radius: 4px; line-height: 15px; white-space: normal;
+          background: color-mix(in srgb, var(--comfy-input-bg, #222) 85%, transparent); }
+.before .warning { color: #ffb84d; }
 .legend { flex-wrap: wrap; height: auto; min-height: 20px; gap: 2px 12px; font-variant-numeric: tabular-nums; }
 .legend span::before { content: ""; display: inline-block; width: 8px; height: 8px; margin-right: 4px;
                        border-radius: 50%; background: var(--color); }
@@ -60,9 +65,17 @@ export class Panel {
     /** Show a run, or its progress, as the server sends it. */
     follow(live) {
         const again = live.running && !this.live?.running
+        if (this.live?.running && !live.running && live.run === this.live.run)
+            notify(this.words.ended, live.run, `${this.words.step} ${live.step}`)
         if (live.run !== this.live?.run || again) this.#forget()
         this.live = live
         this.stale = true
+        this.#update()
+    }
+
+    /** Show what a run will take, {lines, warnings}; beside a chart, the warnings alone. */
+    expect(before) {
+        this.expected = before
         this.#update()
     }
 
@@ -94,13 +107,16 @@ export class Panel {
         this.empty = make("div", { className: "empty", textContent: this.words.empty })
         this.legend = make("div", { className: "row legend" })
         this.thumbnails = make("div", { className: "samples", hidden: true })
-        const chart = make("div", { className: "chart" }, this.canvas, this.empty)
-        const head = make("div", { className: "row" }, this.status, this.switch, this.button)
+        this.before = make("ul", { className: "before", role: "status" })
+        this.bell = make("button", { textContent: this.words.notify, title: this.words.notifyTip, type: "button" })
+        const chart = make("div", { className: "chart" }, this.canvas, this.empty, this.before)
+        const head = make("div", { className: "row" }, this.status, this.bell, this.switch, this.button)
         root.append(style, make("div", { className: "panel" }, head, chart, this.legend, this.thumbnails))
         this.switch.addEventListener("click", () => {
             this.log = !this.log
             this.#update()
         })
+        this.bell.addEventListener("click", () => toggle().then(() => this.#update()))
         this.button.addEventListener("click", () => this.#finish())
         this.canvas.addEventListener("pointermove", (event) => this.#point(event))
         this.canvas.addEventListener("pointerleave", () => this.#point(null))
@@ -218,6 +234,8 @@ export class Panel {
         const running = Boolean(live?.running)
         this.empty.hidden = series.steps.length > 0
         this.switch.setAttribute("aria-pressed", String(this.log))
+        this.bell.setAttribute("aria-pressed", String(isWanted()))
+        this.#renderExpected(running)
         this.button.disabled = !running || live.finishing
         this.button.textContent = running && live.finishing ? words.finishing : words.finish
         this.status.textContent = this.#statusText()
@@ -238,6 +256,15 @@ export class Panel {
             ...(this.hover < 0 && this.samples.length ? [this.#legendItem("sample", words.sample)] : []),
             ...(this.hover < 0 && this.checkpoints.length ? [this.#legendItem("checkpoint", words.checkpoint)] : []),
         )
+    }
+
+    #renderExpected(running) {
+        const { lines = [], warnings = [] } = (!running && this.expected) || {}
+        const item = (className) => (textContent) => make("li", { className, textContent })
+        const shown = [...warnings.map(item("warning")), ...(this.empty.hidden ? [] : lines.map(item("")))]
+        this.before.hidden = !shown.length
+        this.empty.style.visibility = shown.length ? "hidden" : ""
+        if (this.before.textContent !== shown.map((each) => each.textContent).join("")) this.before.replaceChildren(...shown)
     }
 
     #legendItem(name, text) {

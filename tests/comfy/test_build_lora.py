@@ -64,7 +64,7 @@ def test_the_node_shows_layers_and_trained_parameters(model):
     denoiser = ComfyDenoiser(model)
     chosen = select(denoiser.specs, denoiser.family, config)
     count = sum(8 * (spec.shape[0] + spec.shape[1]) for spec in chosen.values())
-    assert text == f"A tiny SD3.5 Medium: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
+    assert text == f"SD3.5 Medium: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
 
 
 @pytest.mark.feature(38)

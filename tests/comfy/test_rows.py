@@ -54,7 +54,7 @@ def test_build_lora_has_the_targets_of_a_model(made_up_model):
     assert "first half" in options("targets")
     config, text = built(TINY["sd15"](), targets="first half")
     chosen = select(ComfyDenoiser(TINY["sd15"]()).specs, MODEL, config)
-    assert text.startswith(f"A tiny Made Up: {len(chosen)} layers") and all(
+    assert text.startswith(f"Made Up: {len(chosen)} layers") and all(
         "input_blocks" in path for path in chosen
     )
 

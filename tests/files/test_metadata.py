@@ -161,6 +161,7 @@ def test_the_prediction_type_is_that_of_the_model_sampling_on_the_wire(dataset):
     [
         ("SDXL", "stable-diffusion-xl-v1-base/lora", "sdxl_base_v1-0", "networks.lora"),
         ("SD35Large", "stable-diffusion-3-5-large/lora", "5-large", "networks.lora_sd3"),
+        ("GraftStarter", "graft-starter/lora", "graft_starter", "networks.lora_sd3"),
         ("SD35Medium", "stable-diffusion-3-5-medium/lora", "5-medium", "networks.lora_sd3"),
         ("Flux", "flux-1-dev/lora", "flux1", "networks.lora_flux"),
         ("FluxSchnell", "flux-1-schnell/lora", "flux1", "networks.lora_flux"),

@@ -34,6 +34,8 @@ class Row:
     """Bytes of temporary tensors per trained number, if a step is computed for all tensors at once."""
     averages: bool = False
     """Schedule-free: the weights to sample with are not those it trains at; see `final_weights`."""
+    most_lr: float = 0.0
+    """Learning rate above which a LoRA of a full-size model is mostly broken; 0 where none is known."""
     finds_lr: bool = False
     """It finds one learning rate for all parameters; the configured one multiplies it."""
     clips: bool = False
@@ -165,22 +167,22 @@ PRODIGY_PLUS = (
 SCHEDULE_FREE = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 
 OPTIMIZERS: Mapping[str, Row] = {
-    "adamw": Row(_adamw, 8),
-    "adamw8bit": Row(_bitsandbytes("AdamW8bit"), 2.1),
-    "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit"), 2.1),
-    "lion": Row(_lion, 4),
-    "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1),
+    "adamw": Row(_adamw, 8, most_lr=2e-3),
+    "adamw8bit": Row(_bitsandbytes("AdamW8bit"), 2.1, most_lr=2e-3),
+    "paged-adamw8bit": Row(_bitsandbytes("PagedAdamW8bit"), 2.1, most_lr=2e-3),
+    "lion": Row(_lion, 4, most_lr=4e-4),
+    "lion8bit": Row(_bitsandbytes("Lion8bit"), 1.1, most_lr=4e-4),
     "adafactor": Row(_adafactor, 0.5),
     "prodigy": Row(_prodigy, 16, ("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"), finds_lr=True),
     "schedule-free-adamw": Row(
         _schedule_free("AdamWScheduleFree"), 8, SCHEDULE_FREE, step_bytes=4, averages=True
     ),
     "schedule-free-radam": Row(_schedule_free("RAdamScheduleFree"), 8, SCHEDULE_FREE, averages=True),
-    "stable-adamw": Row(_stable_adamw, 8),
+    "stable-adamw": Row(_stable_adamw, 8, most_lr=2e-3),
     "sgd": Row(_sgd, 4, step_bytes=4),
-    "muon": Row(_muon, 4, ("step",), step_bytes=8),
-    "came": Row(_came, 4, ("step",), step_bytes=8),
-    "ademamix": Row(_ademamix, 12, ("step",), step_bytes=8),
+    "muon": Row(_muon, 4, ("step",), step_bytes=8, most_lr=2e-3),
+    "came": Row(_came, 4, ("step",), step_bytes=8, most_lr=2e-3),
+    "ademamix": Row(_ademamix, 12, ("step",), step_bytes=8, most_lr=2e-3),
     "prodigy-plus-schedule-free": Row(
         _prodigy_plus, 4.4, PRODIGY_PLUS, averages=True, finds_lr=True, clips=True
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -115,14 +114,8 @@ def summary(denoiser: ComfyDenoiser, config: AdapterConfig) -> str:
     with torch.device("meta"):
         adapters = build_adapters(chosen, config)
     count = sum(p.numel() for a in adapters.values() for p in a.parameters() if p.requires_grad)
-    size = sum(math.prod(spec.shape) for spec in denoiser.specs.values())
-    name = f"A tiny {denoiser.family.name}" if size < TINY else denoiser.family.name
-    head = f"{name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
+    head = f"{denoiser.family.name}: {len(chosen)} layers, {count / 1e6:.2f} M trained parameters"
     return "\n".join([head, *lines])
-
-
-TINY = 100_000_000
-"""Parameters of a base that is none of its family's own, such as the starter model."""
 
 
 def untrained_lines(initial: InitialLora) -> list[str]:

@@ -16,13 +16,14 @@ from aiohttp import web
 from ...data.image_file import BadImage
 from ...data.thumbnail import thumbnail
 from ...log import log as logger
-from ...run.queued import settings_of
+from ...run.queued import nodes_of, settings_of
 from ...run.run_files import SAMPLE, is_file_of, list_files
 from ...run.run_log import read_entries
 from .. import paths
 from ..dataset.answers import guarded, in_thread, refused
 from ..dataset.routes import routes as dataset_routes
 from ..versions import running_server
+from .before_run import look_ahead_all
 from .chart_run import added_inputs, chart_runs
 from .list_routes import routes as list_routes
 from .list_routes import run_folder
@@ -59,6 +60,7 @@ def routes() -> list[web.RouteDef]:
     return [
         web.get("/graft/runs", guarded(runs)),
         web.post("/graft/runs", guarded(shown)),
+        web.post("/graft/before", guarded(before)),
         web.get("/graft/log", guarded(log)),
         web.get("/graft/files", guarded(files)),
         web.get("/graft/sample", guarded(sample)),
@@ -87,6 +89,19 @@ async def shown(request: web.Request) -> web.Response:
     except (ValueError, TypeError, LookupError, RecursionError):
         return refused("not a graph in API form", 400)
     return web.json_response(answer)
+
+
+async def before(request: web.Request) -> web.Response:
+    """Answer {node id: {lines, warnings}} for {prompt}, a graph in API form: what each Train Steps says
+    before Run. It answers {} while a run is under way, whose steps it would slow down.
+    """
+    try:
+        graph = nodes_of((await request.json())["prompt"])
+        if any(live["running"] for live in known_runs()):
+            return web.json_response({})
+        return web.json_response(await in_thread(lambda: look_ahead_all(graph)))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return refused("not a graph in API form", 400)
 
 
 async def log(request: web.Request) -> web.Response:
