@@ -84,9 +84,10 @@ TALLEST = 660
 """Pixels of a column of nodes; a taller one goes on beside itself."""
 COLORS = ("#ffe9a8", "#cfe6fa", "#d3efd3", "#f3d6f9", "#dcdcfb")
 """Light, as a group's title is drawn in its color."""
-NOTE = 440
-WINDOW, CORNER = (1350, 740), (80, 150)
-"""Pixels of a window of 1440 x 900 between ComfyUI's bars, and where they begin."""
+NOTE = 380
+WINDOW, CORNER = (1130, 740), (80, 150)
+"""Pixels of a window of 1440 x 900 between ComfyUI's bars, for nodes that are a fifth larger in Nodes 2.0 of
+0.3.75, and where they begin."""
 ZOOM = (0.62, 0.8)
 """Of the first view: text is not drawn below it, and nothing is gained above."""
 Columns = tuple[tuple[int, ...], ...]
@@ -101,6 +102,8 @@ class Layout:
     """Columns of the nodes that a reader sets. They are numbered, and in view beside the note at first."""
     groups: tuple[tuple[str, Columns], ...]
     """(title, columns of node ids) of the others from left to right, in a row below."""
+    subject: str
+    """What its thumbnail shows, in the words of the starter's captions."""
 
 
 FIRST_LORA = """\
@@ -276,6 +279,7 @@ LAYOUTS = {
             ("Draw with it", ((7, 8), (9, 10), (11, 12))),
             ("Save", ((6,),)),
         ),
+        "red apple",
     ),
     "my_pictures": Layout(
         "02 Train on my pictures",
@@ -286,6 +290,7 @@ LAYOUTS = {
             ("Draw with it", ((14, 7), (8, 9), (10, 11), (12,))),
             ("Save", ((6,),)),
         ),
+        "fox",
     ),
     "sdxl_character": Layout(
         "03 SDXL character, 12 GB",
@@ -296,6 +301,7 @@ LAYOUTS = {
             ("Draw with it", ((12, 13, 14), (15, 16), (17,))),
             ("Save", ((9,), (10, 11))),
         ),
+        "penguin",
     ),
     "sd35_style": Layout(
         "04 SD3.5 style, 12 GB",
@@ -306,6 +312,7 @@ LAYOUTS = {
             ("Draw with it", ((12, 13, 14), (16, 17), (18,))),
             ("Measure and save", ((10, 11, 9),)),
         ),
+        "sunflower",
     ),
     "flux_12gb": Layout(
         "05 Flux Dev, 12 GB",
@@ -316,6 +323,7 @@ LAYOUTS = {
             ("Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
             ("Save", ((8,),)),
         ),
+        "doughnut",
     ),
     "schnell_assistant": Layout(
         "06 Flux Schnell with an assistant LoRA",
@@ -326,6 +334,7 @@ LAYOUTS = {
             ("Draw without the assistant", ((10, 11, 12), (9, 14), (15, 16))),
             ("Save", ((8,),)),
         ),
+        "sailboat",
     ),
     "wan22": Layout(
         "07 Wan 2.2 clips",
@@ -337,6 +346,7 @@ LAYOUTS = {
             ("Low noise", ((8,), (10, 12))),
             ("Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
         ),
+        "rocket",
     ),
     "train_sample_train": Layout(
         "20 Train, look, train on",
@@ -347,6 +357,7 @@ LAYOUTS = {
             ("First part", ((6,), (8, 9, 10), (11, 12))),
             ("Second part", ((13, 17), (14, 15), (16,))),
         ),
+        "octopus",
     ),
     "resume": Layout(
         "21 Go on with an earlier training",
@@ -357,6 +368,7 @@ LAYOUTS = {
             ("Draw with it", ((8, 9, 10), (11, 12), (13,))),
             ("Save", ((6, 7),)),
         ),
+        "house",
     ),
     "compare_two_loras": Layout(
         "22 Compare two LoRAs",
@@ -367,6 +379,7 @@ LAYOUTS = {
             ("Rank 8", ((6, 7), (8, 9))),
             ("Rank 64", ((10, 11), (12, 13))),
         ),
+        "bear",
     ),
     "merge_and_extract": Layout(
         "23 Merge, extract and resize",
@@ -378,6 +391,7 @@ LAYOUTS = {
             ("From two checkpoints", ((10,),)),
             ("LoRA files", ((11, 12),)),
         ),
+        "mushroom",
     ),
 }
 
@@ -421,12 +435,12 @@ def written(schemas: dict[str, Any]) -> dict[Path, str]:
     return texts
 
 
-PROMPTS = ("red apple", "bear")
-"""What the demo's base model can draw."""
-
-
-def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -> dict[str, Any]:
+def at_demo_size(
+    prompt: dict[str, Any], *, steps: int, lora: str, tuned: str, subject: str = "red apple"
+) -> dict[str, Any]:
     """Return a workflow as the demo's base model and pictures can run it, in `steps` optimizer steps a node.
+
+    It draws `subject`, of the starter's captions.
 
     `lora` and `tuned` are a LoRA and a checkpoint of that base, for the nodes that ask for such files.
     """
@@ -442,9 +456,10 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
             "missing_captions": "error",
         },
         "GraftTrainSteps": {"steps": steps, "learning_rate": 0.001, "batch_size": 4},
-        "GraftSamplePrompts": {**size, "prompts": "\n".join(PROMPTS), "steps": 12, "cfg": 4.0},
+        "GraftSamplePrompts": {**size, "prompts": f"{subject}\nbear", "steps": 12, "cfg": 4.0},
         "GraftValidationSettings": {"every": max(1, steps // 2), "patience": 0, "limit": 2},
         "GraftCheckpointSettings": {"steps": max(1, steps // 4)},
+        "StringConcatenate": {"string_b": subject, "delimiter": ""},
         "EmptyLatentImage": size,
         "EmptySD3LatentImage": size,
         "KSampler": {"steps": 16, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple"},
@@ -464,7 +479,7 @@ def at_demo_size(prompt: dict[str, Any], *, steps: int, lora: str, tuned: str) -
             inputs["total_steps"] = 2 * steps
         if kind == "CLIPTextEncode" and isinstance(inputs["text"], str):
             negative = entry["_meta"]["title"].startswith("Negative")
-            inputs["text"] = "" if negative else PROMPTS[0]
+            inputs["text"] = "" if negative else subject
         if kind == "GraftSamplePrompts" and inputs["every"]:
             inputs["every"] = max(1, steps // 2)
     return changed
@@ -654,7 +669,13 @@ TUNED = "graft_thumbnail.safetensors"
 def _thumbnail(address: str, name: str) -> None:
     """Run a workflow at demo size and write its thumbnail: the last picture saved, with a label."""
     prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
-    prompt = at_demo_size(prompt, steps=THUMBNAIL_STEPS, lora="first_lora.safetensors", tuned=TUNED)
+    prompt = at_demo_size(
+        prompt,
+        steps=THUMBNAIL_STEPS,
+        lora="first_lora.safetensors",
+        tuned=TUNED,
+        subject=LAYOUTS[name].subject,
+    )
     if name == "merge_and_extract":  # what it reads besides the LoRA that first_lora saved
         del prompt["10"]
     if name == "first_lora":  # what `resume` goes on from
