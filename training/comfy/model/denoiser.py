@@ -237,7 +237,8 @@ class ComfyDenoiser:
     def _extra_conds(
         self, x_t: Tensor, conditioning: Conditioning, extras: Mapping[str, float]
     ) -> dict[str, Any]:
-        shapes: Any = conditioning.get(PACKED) or [x_t.shape]
+        packed: Any = conditioning.get(PACKED) or [x_t.shape]
+        shapes = [torch.Size(shape) for shape in packed]
         height, width = (side * self.pixels_per_cell for side in shapes[0][-2:])
         known = {"width": width, "height": height, "prompt_type": "positive", "pooled_output": None}
         if "denoise_mask" in conditioning:
