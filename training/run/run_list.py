@@ -102,7 +102,14 @@ def _row(
         last=last,
         ended=bool(last) and (step >= last or checkpoints.is_end(step, last)),
         loss=newest.get("smoothed", newest.get("loss")),
-        sample=next((s["name"] for s in samples if s["step"] == samples[-1]["step"]), ""),
+        sample=next(
+            (
+                s["name"]
+                for s in samples
+                if s["step"] == samples[-1]["step"] and not s["name"].endswith(".flac")
+            ),
+            "",
+        ),
         bytes=size_of(folder),
         changed=changed,
         settings={name: settings[name] for name in SHOWN if name in settings},
