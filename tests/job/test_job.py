@@ -444,6 +444,17 @@ def test_a_key_of_a_dataset_that_cannot_be_honored_is_refused_by_name(key, tmp_p
         compile_job(document(**needed | {key: DATASET_REFUSED[key]}), tmp_path)
 
 
+def test_samples_are_drawn_without_the_assistant_lora_which_is_for_training(tmp_path):
+    job = compile_job(document("model.assistant_lora_path", "turbo.safetensors"), tmp_path)
+    drawn = compile_job(
+        put(document("model.assistant_lora_path", "turbo.safetensors"), {"sample.prompts": ["a cat"]}),
+        tmp_path,
+    )
+    assert not job.nodes("GraftSamplePrompts")
+    [prompts], [train] = drawn.nodes("GraftSamplePrompts"), drawn.nodes("GraftTrainSteps")
+    assert prompts["inputs"]["model"] == [drawn.node("GraftLoadBaseModel"), 0] != train["inputs"]["model"]
+
+
 def test_folders_of_references_are_named_in_the_order_of_their_keys(tmp_path):
     (tmp_path / "depth").mkdir()
     job = compile_job(document(control_path_2="depth", control_path_1="cats"), tmp_path)
