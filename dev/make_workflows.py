@@ -103,7 +103,8 @@ class Layout:
     groups: tuple[tuple[str, Columns], ...]
     """(title, columns of node ids) of the others from left to right, in a row below."""
     subject: str
-    """What its thumbnail shows, in the words of the starter's captions."""
+    """What its thumbnail shows, in the words of the starter's captions; "" for one that its base model cannot
+    run: a picture made by hand."""
 
 
 FIRST_LORA = """\
@@ -269,6 +270,41 @@ that is all you need.
 **KSampler** changes over at step 11 of 20, where a shift of 8 crosses 0.875."""
 
 
+QWEN_EDIT = """\
+# An edit for Qwen-Image-Edit, from pairs
+
+What to do with a picture: clean up a drawing, dress a person, age a photo. Each pair is a picture, and what \
+is to become of it.
+
+**1** *folder*: 10 to 50 results, *house.png* beside *house.txt*, which says what is done: *turn the drawing \
+into a painting*. *references*: the folder of what they are made from, under the same names. Two or three \
+folders, one a line, give each result several originals.
+
+**2** The model, its text encoder and its VAE. What fits is chosen before the first step; **Memory \
+Settings** with *base* nf4 needs the least.
+
+**3** A picture that is not among the pairs. It is edited every 250 steps, and at the end.
+
+**Flux Kontext**, **Flux.2** and **Klein**: choose the model, and draw with *CLIP Text Encode*, *VAE Encode* \
+and *Reference Latent* in place of the two prompts here. What is trained is the same."""
+
+WAN22_5B_I2V = """\
+# Image to video: a movement for Wan 2.2 5B
+
+Every clip's first frame is given to the model, so the LoRA learns how a picture goes on: a turn of the \
+camera, a dance, something that melts.
+
+**1** 10 to 50 clips of two seconds and more, *turn.mp4* beside a *turn.txt* that says what happens. \
+*frames* 49 are two seconds; fewer, or a smaller *resolution*, need less memory.
+
+**2** The model, its text encoder and its VAE.
+
+**3** The picture that the samples, and the clip at the end, begin with.
+
+**Dataset Settings**: *first frame* 1 gives it always; 0.5 trains text to video in the other half. *fps* 24 \
+is this model's. For the two experts of Wan 2.2 14B take *07 Wan 2.2 clips* with the two i2v files."""
+
+
 LAYOUTS = {
     "first_lora": Layout(
         "01 First LoRA, no download",
@@ -347,6 +383,28 @@ LAYOUTS = {
             ("Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
         ),
         "rocket",
+    ),
+    "qwen_edit": Layout(
+        "08 Qwen-Image-Edit from pairs",
+        QWEN_EDIT,
+        ((2,), (1,), (6,)),
+        (
+            ("How it is trained", ((3, 4), (7,), (8,))),
+            ("Edit with it", ((10, 11, 12), (13, 14), (15,))),
+            ("Look at the pairs, and save", ((5, 16), (9,))),
+        ),
+        "",
+    ),
+    "wan22_5b_i2v": Layout(
+        "09 Wan 2.2 5B, image to video",
+        WAN22_5B_I2V,
+        ((3,), (1,), (6,)),
+        (
+            ("How it is trained", ((2,), (4, 5), (7,), (8,))),
+            ("Draw with it", ((10, 11, 12), (13, 14), (15,))),
+            ("Save", ((9,),)),
+        ),
+        "",
     ),
     "train_sample_train": Layout(
         "20 Train, look, train on",
@@ -658,7 +716,7 @@ def main(address: str, *options: str) -> None:
     for path, text in written(json.loads(_ask(f"{address}/object_info"))).items():
         path.write_text(text, encoding="utf-8", newline="\n")
     if "--thumbnails" in options:
-        for name in LAYOUTS:
+        for name in (name for name, layout in LAYOUTS.items() if layout.subject):
             _thumbnail(address, name)
 
 

@@ -109,6 +109,8 @@ def graft_nodes():
         "nodes_images.py",
         "nodes_dataset.py",
         "nodes_string.py",
+        "nodes_qwen.py",
+        "nodes_wan.py",
     ):
         asyncio.run(
             nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")
