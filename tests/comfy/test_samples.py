@@ -303,6 +303,7 @@ def test_the_grid_is_drawn_at_the_guidance_scale_of_the_file_it_comes_from(execu
     assert drawn == [1.0]
 
 
+@pytest.mark.feature(159)
 def test_samples_are_drawn_with_another_model_and_the_lora_and_the_run_is_the_same(execute, base):
     prompt = sampled("drawn_by_another", prompts="a square")
     prompt["60"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["1", 0], "shift": 9.0}}
