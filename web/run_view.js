@@ -29,6 +29,7 @@ button[aria-pressed="true"] { border-color: #5aa9ff; background: rgb(90 169 255 
 .runs > section { display: flex; flex-direction: column; gap: 8px; min-width: 0; padding: 10px;
                   border: 1px solid var(--border-color, #4e4e4e); border-radius: 8px; }
 .sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(128px, 1fr)); gap: 6px; }
+.sheet audio { width: 100%; }
 .sheet img { display: block; width: 100%; border-radius: 6px; }
 .runs.one .sheet { grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); }
 .differs { color: #ffc46b; }
@@ -147,9 +148,10 @@ export class RunView {
             const shown = this.samples[i].filter((sample) => sample.step === step)
             const images = shown.map(({ name, number }) => {
                 const title = words.sampleOf(step, number + 1)
+                const href = server.url("sample", { run, name })
+                if (name.endsWith(".flac")) return make("audio", { src: href, title, controls: true, preload: "none" })
                 const src = server.url("sample", { run, name, small: 1 })
                 const image = make("img", { src, alt: title, title, loading: "lazy" })
-                const href = server.url("sample", { run, name })
                 return make("a", { href, target: "_blank", rel: "noopener" }, image)
             })
             sheet.replaceChildren(...images)

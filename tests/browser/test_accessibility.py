@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-import graft
+from graft.dev.make_workflows import editor_file
 from graft.tests.support.axe import serious_faults
 from graft.tests.support.drawn_runs import write_run
 
 pytestmark = pytest.mark.browser
-WORKFLOW = json.loads(
-    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
-)
+WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, TRAIN = 2, 5
 DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 ELEMENT = "node.widgets.find(w => w.name === '{}').element"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-import graft
+from graft.dev.make_workflows import editor_file
 from graft.tests.support.axe import serious_faults
 from graft.tests.support.drawn_runs import write_run
 
 pytestmark = pytest.mark.browser
-WORKFLOW = json.loads(
-    (Path(graft.__file__).parent / "example_workflows" / "first_lora.json").read_text("utf-8")
-)
+WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 ANNA, BETTER, REX = (f"{name}-{i:016x}" for i, name in enumerate(("people/anna", "people/anna", "rex")))
 LIST = "[...document.querySelectorAll('*')].map(e => e.shadowRoot).find(root => root?.querySelector('ul'))"
@@ -238,6 +235,7 @@ def test_a_run_under_way_draws_and_saves_on_request(opened, runs, trained):
     opened.wait_until_idle()
 
 
+@pytest.mark.feature(160)
 def test_a_run_is_continued_from_its_folder_alone(opened, runs, trained):
     folder = runs / trained
     reached = max(int(path.name[5:]) for path in (folder / "checkpoints").iterdir())

@@ -22,6 +22,8 @@ OTHERS = ("cache", "states", "starts")
 """Folders beside the runs."""
 DEEPEST = 8
 """Most folders that a run's name has, with '/' between them."""
+SOUND = ".flac"
+"""Ending of samples that are no picture."""
 TAIL = 16 << 10
 """Bytes at the end of a log that are sure to hold its last line."""
 SHOWN = ("adapter.algorithm", "adapter.rank", "optimizer.lr", "batch_size")
@@ -91,7 +93,7 @@ def _row(
     log = folder / "log.jsonl"
     entries = read_entries(log, max(0, log.stat().st_size - TAIL) if log.is_file() else 0)["entries"]
     newest = entries[-1] if entries else {}
-    samples = list_files(folder)["samples"]
+    samples = [each for each in list_files(folder)["samples"] if not each["name"].endswith(SOUND)]
     checkpoints = Checkpoints(Run(folder))
     step = max([newest.get("step", 0), *checkpoints.steps()])
     last = next(reversed(read_queued(folder).values()), 0)
