@@ -9,10 +9,10 @@ const MOST = 64
 const COLORS = { misfit: "#e5534b", notLearned: "#e0a030", overfitted: "#a371f7", learned: "#3fa35a" }
 
 const STYLE = `
-:host { display: block; width: 100%; height: 100%; }
+:host { display: block; width: 100%; height: 100%; max-height: ${HEIGHT - 14}px; }
 [hidden] { display: none !important; }
-div { display: grid; grid-template-columns: repeat(auto-fill, minmax(92px, 1fr)); align-content: start; gap: 6px;
-      height: 100%; padding: 2px; overflow-y: auto; box-sizing: border-box; }
+div { display: grid; grid-template-columns: repeat(auto-fill, minmax(92px, 1fr)); grid-auto-rows: max-content;
+      gap: 6px; height: 100%; max-height: inherit; padding: 2px; overflow-y: auto; box-sizing: border-box; }
 button { display: flex; flex-direction: column; padding: 3px; border: 2px solid var(--verdict); border-radius: 6px;
          background: var(--comfy-input-bg, #1c1c1c); color: var(--input-text, #ddd); font: 11px/14px system-ui, sans-serif;
          cursor: pointer; overflow: hidden; }
@@ -35,7 +35,7 @@ export class Gallery {
     }
 
     get maxHeight() {
-        return this.rows.length ? 3 * HEIGHT : 0
+        return this.minHeight
     }
 
     /** Show the rows of a report: {key, name, source, stamp, verdict, note}, worst first. */
