@@ -13,11 +13,11 @@ from PIL import Image
 
 from graft.dev.make_workflows import editor_file
 from graft.tests.support.clips import write_clip
+from graft.tests.support.editor import GRAFT_DIALOG as DIALOG
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET = 2
-DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 WIDGET = "node.widgets.find(w => w.name === '{}').value"
 
 

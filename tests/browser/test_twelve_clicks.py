@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from graft.dev.make_workflows import LAYOUTS
-from graft.tests.browser.test_dataset import DIALOG
+from graft.tests.support.editor import GRAFT_DIALOG as DIALOG
 
 pytestmark = pytest.mark.browser
 DATASET, TRAIN, ENOUGH = 2, 5, 12

@@ -54,6 +54,7 @@ KINDS, KNOWN = read("nodes.json"), read("known_comfy.json")
 NEWER = {
     *("GraftDatasetFromLatents", "GraftDatasetFromVideos", "GraftDatasetReport"),
     *("GraftSliderFromPairs", "GraftSliderFromWords"),
+    *("GraftCaptionDataset", "GraftDatasetImages"),
 }
 """Nodes that came after the saved workflow."""
 

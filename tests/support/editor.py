@@ -10,6 +10,8 @@ from typing import Any
 
 from graft.tests.support.chromium import Page
 
+GRAFT_DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
+"""The dialog that one of Graft's panels has opened, as JavaScript."""
 DIALOG = ":is(.p-dialog, [role=dialog])"
 """In the frontends of ComfyUI 0.3.75 and of 0.33."""
 WORKFLOW = "window.app?.extensionManager?.workflow?.activeWorkflow"

@@ -147,7 +147,7 @@ def _seconds_a_step(name: str, batch: int) -> float:
             size = (folder / "log.jsonl").stat().st_size
             entries = read_entries(folder / "log.jsonl", max(0, size - (1 << 15)))["entries"][-MEASURED:]
             images = before["batch_size"] * before["gradient_accumulation"]
-            return float(median(e["seconds"] for e in entries if e["seconds"])) * batch / images
+            return float(median(e["seconds"] for e in entries if e["seconds"]) * batch / images)
     return 0.0
 
 
