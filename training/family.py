@@ -641,7 +641,7 @@ def _sd3_variant(unet_config: Mapping[str, Any]) -> str:
     """SD3.5 Medium alone has a second attention in some blocks; both 3.5 normalize queries and keys. No
     published one has as few blocks as the model in starter/.
     """
-    if unet_config.get("depth") == 6:
+    if unet_config.get("depth") in (4, 6):  # of its first version, and now
         return "GraftStarter"
     if unet_config.get("x_block_self_attn_layers"):
         return "SD35Medium"
