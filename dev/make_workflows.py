@@ -70,6 +70,8 @@ HEIGHTS = {
 }
 """Pixels of a node's body, before a run, where it is tallest: mostly in Nodes 2.0 of ComfyUI 0.33. Nodes that
 show images have room for them. `tests/browser/test_templates.py` says where one has become too small."""
+IN_NODES_2 = {"GraftLoadDataset": 540, "GraftSamplePrompts": 700, "SaveImage": 580}
+"""Heights of nodes that Nodes 2.0 draws taller."""
 REPORT, SAMPLES = 104, 90
 """Pixels that a report takes below a node that has run, and the newest sample images in Train Steps."""
 SILENT = (
@@ -672,7 +674,8 @@ def _space(node: dict[str, Any]) -> int:
     """Return the height that a node takes up in its column, once it has run."""
     kind = node["type"]
     reports = kind.startswith("Graft") and not kind.endswith("Settings") and kind not in SILENT
-    return int(node["size"][1] + TITLE + MARGIN + REPORT * reports + SAMPLES * (kind == "GraftTrainSteps"))
+    height = max(node["size"][1], IN_NODES_2.get(kind, 0))
+    return int(height + TITLE + MARGIN + REPORT * reports + SAMPLES * (kind == "GraftTrainSteps"))
 
 
 def _width(nodes: dict[int, dict[str, Any]], columns: Columns) -> int:

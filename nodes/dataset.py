@@ -262,7 +262,9 @@ class EncodeDataset(Node):
 
     @classmethod
     def execute(cls, dataset: Any, model: Any, clip: Any, vae: Any, encode_again: bool) -> io.NodeOutput:
-        family = family_in(model_file(cls.hidden.prompt, cls.hidden.unique_id), model)
+        hidden = cls.hidden
+        file = model_file(hidden.prompt, hidden.unique_id) if hidden else ""
+        family = family_in(file, model)
         encoder = ComfyEncoder(vae, clip, family, ComfyDenoiser(model))
         with progress_bar() as on_progress:
             encoded = data.encode(

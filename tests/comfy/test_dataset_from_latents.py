@@ -78,7 +78,7 @@ def test_a_stock_training_dataset_trains_as_its_images_do_through_encode_dataset
         Image.fromarray((image[0].numpy() * 255).round().astype(np.uint8)).save(folder / f"{index}.png")
         (folder / f"{index}.txt").write_text(text)
     widgets = {"resolution": "64", "trigger": "", "missing_captions": "error", "caption_dropout": 0.0}
-    (found,) = LoadDataset.execute("squares", repeats=1, flip=False, **widgets).args
+    found = LoadDataset.execute("squares", repeats=1, flip=False, **widgets).args[0]
     (encoded,) = EncodeDataset.execute(found, model, clip, vae, False).args
     assert losses(model, given(*stock)) == losses(model, encoded)
 

@@ -134,8 +134,8 @@ def test_a_step_on_a_pair_sees_what_the_stock_nodes_give_the_sampler(name, node,
     tiny = TINY[name]
     denoiser = ComfyDenoiser(tiny())
     denoiser.family = family_in(file, denoiser.patcher)
-    batch = encoded(pairs, tiny, denoiser).sample(1)
     stock = node(FakeClip(tiny), FakeVae(tiny), "caption b", pixels_of(pairs / "sources" / "b.png"))
+    batch = encoded(pairs, tiny, denoiser).sample(1)
     sampled = sampled_arguments(denoiser, stock, latents(tiny, 1)[None])
     assert "ref_latents" in sampled[2]
     assert_seen(denoiser, batch, sampled)

@@ -24,7 +24,7 @@ def test_a_folder_of_latents_gives_the_batches_of_its_pictures(loaded, base, mon
     widgets |= {"caption_dropout": 0.0, "flip": False}
 
     def batches(folder):
-        (images,) = LoadDataset.execute(folder, **widgets).args
+        images = LoadDataset.execute(folder, **widgets).args[0]
         (dataset,) = EncodeDataset.execute(images, model, clip, vae, False).args
         return [dataset.sample(index) for index in range(len(dataset))]
 

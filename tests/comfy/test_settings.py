@@ -72,7 +72,10 @@ ELSEWHERE = {
     "stream": "test_stream.py",
 }
 """Widgets and choices that need more than a model and two steps -> the tests of them."""
-ON = {"guidance": "flux", "tucker": "sdxl", "fp16": "flux", "min_snr_gamma": "sdxl"}
+ON = {
+    "guidance": "flux", "tucker": "sdxl", "fp16": "flux", "min_snr_gamma": "sdxl", "velocity": "sdxl",
+    "cut": "flux",
+}  # fmt: skip
 """Settings and choices that do not act on every model -> one on which they do."""
 BASE = {"rank": 6, "targets": "all", "learning_rate": 1e-2, "total_steps": 8, "every": 0}
 LATE = ("schedule-free-radam", "d_coef")
