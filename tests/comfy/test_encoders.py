@@ -165,10 +165,12 @@ def test_encoders_have_left_the_device_before_the_base_is_held(demo, squares):
     assert is_loaded(vae.patcher) and is_loaded(clip.patcher)
     loaded, held = comfy.model_management.loaded_models, []
 
-    def on_step(progress, handles):
-        held.append(
-            [*loaded(), *(p.device for p in vae.first_stage_model.parameters() if p.device.type != "cpu")]
-        )
+    denoiser = ComfyDenoiser(model)
 
-    train(ComfyDenoiser(model), dataset, replace(CONFIG, batch_size=1), None, steps=1, on_step=on_step)
+    def on_step(progress, handles):
+        there = [patcher for patcher in loaded() if patcher.load_device == denoiser.device]
+        left = (p.device for p in vae.first_stage_model.parameters() if p.device.type != "cpu")
+        held.append([*there, *left])
+
+    train(denoiser, dataset, replace(CONFIG, batch_size=1), None, steps=1, on_step=on_step)
     assert held == [[]]
