@@ -40,7 +40,7 @@ pytestmark = [
 CONTEXT = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 EXACT = ["plain", "dropout", "average", "validated", "idle"]
 """Cases of at most two micro-batches a step, whose sum does not depend on the order."""
-SECONDS = 60
+SECONDS = 600
 
 
 def free_port():

@@ -59,7 +59,9 @@ class ShardedBlocks:
         """Block -> layer -> its weight's shards."""
         self._layouts: dict[str, list[tuple[torch.Size, torch.dtype]]] = {}
         self._block, self._was_backward = "", False
-        self._gathered: dict[str, Parts] = {}
+        self._gathered: dict[str, list[Tensor]] = {}
+        """Layer -> its bytes. Python keeps them for a while: gloo's thread lets go of a tensor shortly after
+        wait() returns, and one that Python frees at that moment is freed twice."""
         self._on_the_way: dict[str, dict[str, list[Any]]] = {}
         self._mesh: Any = None
 
@@ -100,14 +102,16 @@ class ShardedBlocks:
         self._was_backward = is_backward
         if block != self._block or is_new_pass:
             ready = self._on_the_way.pop(block, None)
-            self._drop_prefetched()
+            dropped = self._drop_prefetched()
             self._gathered.clear()
             self._block = block
-            self._gathered = self._finish(ready or self._begin(block))
+            self._gathered = _finish(ready or self._begin(block))
+            dropped.clear()
             following = self._following(block, is_backward) if self.ahead else None
             if following is not None:
                 self._on_the_way[following] = self._begin(following)
-        return self._gathered[path]
+        layouts = self._layouts[path]
+        return tuple(_view(flat, *layout) for flat, layout in zip(self._gathered[path], layouts, strict=True))
 
     def _following(self, block: str, is_backward: bool) -> str | None:
         """Return the block that comes next in this pass; None at its end."""
@@ -123,23 +127,23 @@ class ShardedBlocks:
             for path, weight in self._weights[block].items()
         }
 
-    def _finish(self, gathers: dict[str, list[Any]]) -> dict[str, Parts]:
-        found = {}
-        for path, parts in gathers.items():
-            layouts = self._layouts[path]
-            found[path] = tuple(_whole(part, *layout) for part, layout in zip(parts, layouts, strict=True))
-        return found
-
-    def _drop_prefetched(self) -> None:
-        """Wait for blocks that were gathered for nothing: the other processes gather them too."""
-        for gathers in self._on_the_way.values():
-            self._finish(gathers)
+    def _drop_prefetched(self) -> list[dict[str, list[Tensor]]]:
+        """Wait for blocks that were gathered for nothing, as the other processes do; return them."""
+        dropped = [_finish(gathers) for gathers in self._on_the_way.values()]
         self._on_the_way.clear()
+        return dropped
 
 
-def _whole(gathered: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a gathered tensor of bytes as what it was."""
-    flat = gathered.to_local()
-    flat = flat.wait() if hasattr(flat, "wait") else flat
+def _finish(gathers: dict[str, list[Any]]) -> dict[str, list[Tensor]]:
+    """Wait for a block; return the bytes of each layer's tensors."""
+    return {path: [_wait(part.to_local()) for part in parts] for path, parts in gathers.items()}
+
+
+def _wait(gathered: Any) -> Tensor:
+    return gathered.wait() if hasattr(gathered, "wait") else gathered  # type: ignore[no-any-return]
+
+
+def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return bytes as the tensor that they were."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    return flat[:size].view(dtype).view(shape)  # type: ignore[no-any-return]
+    return flat[:size].view(dtype).view(shape)
