@@ -131,7 +131,7 @@ def post(running, graph, extra):
         f"http://{running.address}/prompt", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, {"text": error.read().decode(errors="replace")}
@@ -164,7 +164,7 @@ def test_no_prompt_ends_the_server_or_leads_out_of_its_folders(watched_server):
 def message(running, prompt_id, graph):
     """Wait for a prompt; return "done" or the error that it ended with."""
     try:
-        running.wait(prompt_id, timeout=120)
+        running.wait(prompt_id, timeout=600)
         return "done"
     except TimeoutError:
         raise AssertionError(f"does not end: {graph}") from None

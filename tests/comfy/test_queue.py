@@ -91,6 +91,6 @@ def test_what_others_wrote_ends_its_own_prompt_and_the_next_one_runs(files, wher
     prompt = {"1": {"class_type": kind, "inputs": inputs}}
     prompt["2"] = {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}
     with pytest.raises((PromptError, ValueError)) as raised:
-        files.wait(files.post(prompt), timeout=120)
+        files.wait(files.post(prompt), timeout=600)
     assert str(raised.value).encode()
-    files.run(BLANK, timeout=120)
+    files.run(BLANK, timeout=600)

@@ -117,7 +117,7 @@ def terminated_in_training(running):
         running.run(
             prompt("ended", steps=100000), on_progress(running.process.terminate, after=3), timeout=300
         )
-    running.process.wait(60)
+    running.process.wait(600)
     folders = (running.base / "output" / "graft").glob("ended-*/checkpoints/step-*")
     return max(int(folder.name.removeprefix("step-")) for folder in folders)
 

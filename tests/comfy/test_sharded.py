@@ -68,7 +68,7 @@ def test_two_processes_that_share_a_base_train_bit_for_bit_what_one_does(tmp_pat
     try:
         expected = {name: two_steps(name, "resident") for name in NAMES}
         for process in processes:
-            process.join(240)
+            process.join(600)
         assert [process.exitcode for process in processes] == [0, 0]
     finally:
         for process in processes:

@@ -186,7 +186,7 @@ encode(scan(sys.argv[2], SMALL), Killed(), sys.argv[3])
 
 def test_a_process_that_was_killed_leaves_whole_entries_only(folder, tmp_path):
     command = [sys.executable, "-c", KILLED, launch.__file__, str(folder), str(tmp_path / "cache")]
-    assert subprocess.run(command, timeout=120).returncode == 9
+    assert subprocess.run(command, timeout=600).returncode == 9
     encoder = FakeEncoder()
     encode(scan(folder, SMALL), encoder, tmp_path / "cache")
     assert encoder.calls == (2, 4)

@@ -241,7 +241,7 @@ def test_a_file_that_stays_mapped_is_moved_aside_and_removed_later(windows, monk
 
 def test_what_a_killed_process_was_writing_goes_at_once_and_what_a_living_one_writes_stays(tmp_path):
     with subprocess.Popen([sys.executable, "-c", KILLED, launch.__file__, str(tmp_path)]) as process:
-        process.wait(60)
+        process.wait(600)
     (killed,) = tmp_path.iterdir()
     unknown = tmp_path / ".writing-0a"
     unknown.write_text("by another computer, or by a Graft of before")
@@ -267,7 +267,7 @@ with temporary_in(Path(sys.argv[2])) as temporary:
 def test_folders_of_killed_processes_are_removed_and_those_of_living_ones_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait(60)
+        process.wait(600)
     with leftovers.scratch_folder("graft-gpus-") as living:
         killed = tmp_path / living.name.replace(f"-{os.getpid()}-", f"-{process.pid}-")
         killed.mkdir()
