@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import av
 import comfy.sample
+import comfy.utils
 import numpy as np
 import pytest
 import torch
@@ -14,10 +15,12 @@ import torch
 from graft.tests.support.sounds import RATE, wave, write_sound
 from graft.tests.support.tiny_others import OTHERS
 from graft.tests.support.tiny_videos import Clip, oobleck_vae, wan_vae
+from graft.training.comfy import paths
 from graft.training.comfy.model.denoiser import ComfyDenoiser
 from graft.training.comfy.model.encoder import ComfyEncoder
 from graft.training.comfy.model.first_frame import stock_node
-from graft.training.comfy.run import samples
+from graft.training.comfy.run import samples, session
+from graft.training.comfy.run.graph_run import GraphRun, QueuedNode
 from graft.training.config import AdapterConfig, MemoryConfig, TrainConfig
 from graft.training.data import DatasetConfig, encode, scan
 from graft.training.loop import initial_state, train
@@ -113,6 +116,31 @@ def test_samples_of_sound_are_drawn_and_sound_as_the_stock_nodes_decode_them(tmp
     heard = torch.from_numpy(np.concatenate(frames, 1)).reshape(-1, 2).T
     assert heard.shape == expected["waveform"][0].shape
     assert torch.allclose(heard.float(), expected["waveform"][0].clamp(-1, 1), atol=1e-3)
+
+
+def test_a_run_whose_samples_are_sounds_draws_them_on_request(folder, tmp_path, monkeypatch):
+    tiny, vae, clip = OTHERS["stable_audio"], oobleck_vae(), Clip(OTHERS["stable_audio"])
+    denoiser = ComfyDenoiser(tiny())
+    prompts = samples.SamplePrompts(
+        *(clip, vae, ("a tone",)), seconds=1.5, every=9, steps=1, cfg=1.0, sampler="euler"
+    )
+    run = GraphRun(
+        *(QueuedNode(None, {}, {}), "song", denoiser),
+        encode(scan(folder, SOUNDS), ComfyEncoder(vae, clip, denoiser.family), tmp_path / "cache"),
+        TrainConfig(adapter=AdapterConfig(rank=2)),
+        *(None, 2),
+        prompts=prompts,
+    )
+    monkeypatch.setattr(paths.folder_paths, "get_output_directory", lambda: str(tmp_path / "output"))
+    monkeypatch.setattr(samples, "with_lora", lambda model, clip, *_: (model, clip))
+
+    def ask(bar, step, *_):
+        if step == 1:
+            session.request_now(run.folder.name, "draw")
+
+    monkeypatch.setattr(comfy.utils.ProgressBar, "update_absolute", ask)
+    run.train()
+    assert (run.folder / "samples" / "step-00000001-0.flac").is_file()
 
 
 def test_lyrics_of_a_sample_prompt_are_given_line_by_line():

@@ -165,7 +165,7 @@ class GraphRun:
         """What this run does on request: nothing where other processes train it."""
         if self._needs_workers:
             return ()
-        return ("draw", "save") if self.prompts and not self.prompts.is_sound else ("save",)
+        return ("draw", "save") if self.prompts else ("save",)
 
     @property
     def _needs_workers(self) -> bool:
