@@ -131,6 +131,20 @@ def test_a_damaged_file_of_values_never_blocks_a_resume(tmp_path, caplog, text):
     assert seen == [4, 5, 6] and "Falling back" in caplog.text
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_goes_on_with_the_defaults_its_model_had_when_it_began(tmp_path, monkeypatch, caplog, kept):
+    straight, half = train_without_a_folder(steps=4), go(tmp_path, 2).load()
+    if not kept:  # as by an earlier version, or damaged
+        (tmp_path / "objective.json").write_text("{")
+    row = dataclasses.replace(TinyDenoiser.family, sigmas="uniform", shift=6.0, space="x0")
+    monkeypatch.setattr("graft.tests.support.tiny.TinyDenoiser.family", row)
+    changed = train_without_a_folder(half, steps=2)
+    assert straight.losses[2:] != changed.losses[2:]
+    for _ in range(2):
+        assert_same(go(tmp_path, 4).load(), straight if kept else changed)
+    assert ("objective.json" in caplog.text) != kept
+
+
 def test_the_log_keeps_what_it_says_of_later_checkpoints(tmp_path):
     rarely = CheckpointConfig(minutes=60)
     go(tmp_path, 6, saving=rarely)

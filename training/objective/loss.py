@@ -22,6 +22,7 @@ from ..family import Family
 from ..model import Batch, Denoiser, Sampling
 from ..user_error import UserError
 from .noise import Draw, draw_noise
+from .settled import settled
 from .sigmas import draw_sigmas
 from .weighting import LOSSES, SPACES, WEIGHTINGS, Level, column, output_slope
 
@@ -84,7 +85,7 @@ def compare(
 ) -> Tensor:
     """Return the mean loss of the network's `output` against a target for it, both (B, C, H, W)."""
     level = Level.of(denoiser.sampling, sigma, output.ndim)
-    gain = _choice(SPACES, _auto(config.space, denoiser.family.space), "space")(level)
+    gain = _choice(SPACES, settled(config, denoiser.family).space, "space")(level)
     error = _choice(LOSSES, config.loss, "loss")(gain * (output - target), config.huber_delta)
     error = error * _choice(WEIGHTINGS, config.weighting, "weighting")(level, gain, config)
     return _mean(error, batch, noised_mask(batch, output))
@@ -192,10 +193,6 @@ def _mean(error: Tensor, batch: Batch, noised: Tensor | None) -> Tensor:
     if batch.weights is not None:
         per_sample = per_sample * batch.weights.to(per_sample)
     return per_sample.mean()
-
-
-def _auto(value: str, default: str) -> str:
-    return default if value == "auto" else value
 
 
 def _choice(table: Mapping[str, Callable[..., Tensor]], name: str, setting: str) -> Callable[..., Tensor]:

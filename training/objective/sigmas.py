@@ -16,6 +16,7 @@ from ..config import ObjectiveConfig
 from ..family import Family
 from ..model import Sampling
 from ..user_error import UserError
+from .settled import settled
 
 
 def draw_sigmas(
@@ -34,7 +35,7 @@ def draw_sigmas(
 
     Raises UserError for an unknown distribution.
     """
-    name = family.sigmas if config.sigmas == "auto" else config.sigmas
+    name = settled(config, family).sigmas
     if name not in SIGMAS:
         raise UserError(f"sigmas: {name!r} is unknown; choose one of auto, {', '.join(SIGMAS)}.")
     order = torch.randperm(count, generator=generator)
@@ -99,16 +100,9 @@ def is_flow(sampling: Sampling) -> bool:
 def shift_for(tokens: float, config: ObjectiveConfig, family: Family) -> float:
     """Return the shift for images of `tokens` tokens: the setting or the family's, adapted to the size by
     `resolution_shift`.
-
-    A shift that was set by hand is adapted only if `resolution_shift` was set by hand too. The timesteps of
-    "schedule" are the model's own, shifted already, so the family's shift is not added.
     """
-    rule: str = config.resolution_shift
-    if config.sigmas == "schedule" and not config.shift and rule == "auto":
-        return 1.0
-    if rule == "auto":
-        rule = "none" if config.shift else family.resolution_shift
-    return RESOLUTION_SHIFTS[rule](config.shift or family.shift, tokens)
+    config = settled(config, family)
+    return RESOLUTION_SHIFTS[config.resolution_shift](config.shift, tokens)
 
 
 def shift_timesteps(timestep: Tensor, shift: float) -> Tensor:

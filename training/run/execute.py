@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 
 from .. import distributed
-from ..config import TrainConfig, digest, to_dict
+from ..config import ObjectiveConfig, TrainConfig, digest, to_dict
 from ..log import log
 from ..loop import Handles, OnStep, Progress, ignore, initial_state, train
 from ..model import Dataset, Denoiser, Samples
@@ -23,6 +23,7 @@ from ..signals import defer_signals, raise_if_asked
 from ..state import TrainState
 from .checkpoints import Checkpoints, States
 from .folder import Run
+from .kept_objective import keep_objective
 from .lock import lock_folder
 from .saved_state import StateHandle, save_state, write_text
 from .watch import Watch, save_lora
@@ -105,11 +106,12 @@ def execute(
         with Watch(run, denoiser.family, state, on_step) as watch:
             write_text(run.folder / "config.json", json.dumps(to_dict(config), indent=1))
             on_start({**states, state.step: lambda: state})
-            distributed.share(state)
+            objective = keep_objective(run, config.objective, denoiser.family)
+            distributed.share((state, objective))
             train(
                 denoiser,
                 dataset,
-                config,
+                replace(config, objective=objective),
                 state,
                 steps=target - state.step,
                 on_step=watch,
@@ -140,15 +142,15 @@ def follow(
         return on_step(progress, handles)
 
     with defer_signals():
-        state: TrainState | None = distributed.share(None)
-        if state is not None:
-            steps = target - state.step
+        shared: tuple[TrainState, ObjectiveConfig] | None = distributed.share(None)
+        if shared is not None:
+            state, objective = shared
             train(
                 denoiser,
                 dataset,
-                config,
+                replace(config, objective=objective),
                 state,
-                steps=steps,
+                steps=target - state.step,
                 on_step=answer_signals,
                 validation=validation,
             )

@@ -1,6 +1,6 @@
 """The folder of a run, and the places of its files.
 
-It holds `config.json`, `queued.json`, `graph.json`, `log.jsonl`, `log.csv`, `lock`,
+It holds `config.json`, `objective.json`, `queued.json`, `graph.json`, `log.jsonl`, `log.csv`, `lock`,
 `checkpoints/step-<n>/`, LoRAs in `loras/`, sample images in `samples/` and, if the settings ask for them,
 `log.sqlite` and `tensorboard/`.
 """
