@@ -67,7 +67,7 @@ def test_a_second_run_encodes_nothing_and_does_not_open_the_images(calls, folder
         os.utime(path, (1e9, 1e9))  # not so recent that another edit could have the same date
     calls()
     monkeypatch.setattr("graft.training.data.hashes.file_digest", None)
-    monkeypatch.setattr("graft.training.data.cache.open_sample", None)
+    monkeypatch.setattr("graft.training.data.load_views.open_sample", None)
     assert calls() == (0, 0)
 
 
@@ -212,7 +212,7 @@ def test_a_mask_that_is_a_pipe_is_named_and_not_waited_for(folder, tmp_path):
 
 def test_cancel_is_answered_while_an_image_is_read(folder, tmp_path, monkeypatch):
     images, go_on = scan(folder, SMALL), threading.Event()
-    monkeypatch.setattr("graft.training.data.cache.render", lambda *_: go_on.wait())
+    monkeypatch.setattr("graft.training.data.load_views.render", lambda *_: go_on.wait())
     seen = []
 
     def cancel(done, total, message):
@@ -284,7 +284,7 @@ def test_images_are_read_just_ahead_of_the_vae_and_not_kept(tmp_path, monkeypatc
         lead.append(len(lead) - len(encoder.images))
         return render(picture, view)
 
-    monkeypatch.setattr("graft.training.data.cache.render", counted)
+    monkeypatch.setattr("graft.training.data.load_views.render", counted)
     encode(scan(tmp_path / "set", SMALL), encoder, tmp_path / "cache")
     assert len(lead) == 12 and max(lead) <= 6
 

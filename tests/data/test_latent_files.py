@@ -144,7 +144,7 @@ def test_a_folder_of_pictures_and_latents_is_encoded_once(tmp_path, monkeypatch)
     one, two = FakeEncoder(), FakeEncoder()
     batch = encoded(tmp_path / "set", encoder=one).batch(2, seed=0, index=0)
     assert set(batch.names) == {"a.png", "b.npz"} and one.calls == (1, 3)
-    monkeypatch.setattr("graft.training.data.cache.open_latents", None)
+    monkeypatch.setattr("graft.training.data.load_views.open_latents", None)
     again = encoded(tmp_path / "set", encoder=two).batch(2, seed=0, index=0)
     assert two.calls == (0, 0) and torch.equal(batch.latents, again.latents)
     with pytest.raises(TypeError):  # another VAE may not fit them

@@ -13,16 +13,18 @@ a menu, `summary(images)`, `report(dataset)` and `preview(images, step=...)` tel
 `Store(cache_dir)` measures and cleans the cache. Read in the first line's order; settings are in `config.py`.
 """
 
+from .bad_files import Skipped
 from .batch import EncodedDataset
 from .cache import encode
 from .config import AugmentConfig, BucketConfig, CaptionConfig, DatasetConfig, MaskConfig, SplitConfig
 from .folder import fingerprint, scan
 from .given_latents import GivenSample, from_latents
 from .image_batch import from_images, from_videos
+from .join import join
 from .preview import preview
 from .report import report, summary
 from .roots import list_datasets, resolve_dataset
-from .samples import ImageSet, Sample, Skipped, join
+from .samples import ImageSet, Sample
 from .store import CacheReport, Store
 
 __all__ = [

@@ -6,9 +6,8 @@ The one rule: `batch` is a pure function of its arguments, so a resumed run goes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TypeVar
 
@@ -21,13 +20,16 @@ from ..config import digest
 from ..model import Batch, Captions, Condition, Conditioning, SliderTexts, count_positions
 from ..rng import generator
 from ..user_error import UserError
+from .bad_files import Skipped
 from .caption import preserved_texts
 from .conditioning import unpack
 from .config import SplitConfig
 from .index import NO_KEY, Index, SourceRules, mirror_key
 from .order import Order
-from .samples import ImageSet, Skipped
+from .samples import ImageSet
+from .size_and_crop import size_and_crop
 from .slider import find_other_ends
+from .split import held_out_entries
 from .store import Store
 
 T = TypeVar("T")
@@ -154,7 +156,9 @@ class EncodedDataset:
             names=tuple(self.images.samples.names[i] for i in samples),
             masks=self._masks(chosen, latents),
             weights=torch.tensor(weights) if any(weight != 1 for weight in weights) else None,
-            extras=[self._extras(entry, view) for entry, view in zip(chosen.entries, chosen.views)],
+            extras=[
+                size_and_crop(self.index, self.images, *each) for each in zip(chosen.entries, chosen.views)
+            ],
             captions=chosen.captions if self.is_captioned else (),
             given=[own for _, own in views],
         )
@@ -184,7 +188,7 @@ class EncodedDataset:
         batch = Batch(
             latents=latents.expand(size, *latents.shape),
             conditioning=[{**longest, **own}] * size,
-            extras=[self._extras(entry, view)] * size,
+            extras=[size_and_crop(self.index, self.images, entry, view)] * size,
             captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self.is_captioned)],
             given=[own] * size,
         )
@@ -283,7 +287,7 @@ class EncodedDataset:
 
         Regularisation images stay in training. Raises UserError if one of the two would be empty.
         """
-        held_out = self._held_out(config)
+        held_out = held_out_entries(self.index, self.images, self.entries, config)
         if held_out.all() or not held_out.any():
             side = "training" if held_out.all() else "validation"
             raise UserError(
@@ -337,19 +341,6 @@ class EncodedDataset:
             steady=steady,
         )
 
-    def _held_out(self, config: SplitConfig) -> NDArray[np.bool_]:
-        """Return a mask (entries,) of those for validation."""
-        samples = self.index.sample[self.entries]
-        is_regular = np.array([source.config.regularisation for source in self.images.sources])
-        regular, names = is_regular[self.index.source[samples]], self.images.samples.names
-        named = np.array([any(fnmatchcase(names[i], glob) for glob in config.names) for i in samples], bool)
-        # By the smallest digests: equal images stay together, and adding an image moves at most one other.
-        digests = np.unique(self.index.content[samples[~regular]])
-        count = max(1, round(config.fraction * len(digests))) if config.fraction else 0
-        named |= np.isin(self.index.content[samples], digests[:count])
-        held_out: NDArray[np.bool_] = named & ~regular
-        return held_out
-
     @cached_property
     def _other_ends(self) -> Entries:
         """(entries,): for a slider from pairs, the entry of the other end; 0 where there is none."""
@@ -402,30 +393,6 @@ class EncodedDataset:
                 inside = self.store.read("masks", key)["mask"].float() / 255
                 mask[0] = rule.outside + (1 - rule.outside) * inside
         return masks
-
-    def _extras(self, entry: int, view: int) -> Mapping[str, float]:
-        """Return SDXL's conditioning on size and crop (Podell et al. 2023, arXiv:2307.01952, sec. 2.2).
-
-        It is empty for latents from the graph: as in sampling, their conditioning says it or the model.
-        """
-        sample = self.index.sample[entry]
-        if self.images.sources[self.index.source[sample]].is_encoded:
-            return {}
-        width, height = self.index.sizes[sample].tolist()
-        if not height:  # a sound, as Conditioning Stable Audio describes it
-            return {"seconds_start": self.images.samples[sample].start / 1000, "seconds_total": width / 1000}
-        left, top = self.index.offsets[view].tolist()
-        target_width, target_height, *frames = self.index.buckets[self.index.bucket[entry]]
-        fps = self.images.sources[self.index.source[self.index.sample[entry]]].config.fps
-        return {
-            "width": width,
-            "height": height,
-            "crop_w": left,
-            "crop_h": top,
-            "target_width": target_width,
-            "target_height": target_height,
-            **({"frame_rate": fps} if frames and fps else {}),
-        }
 
 
 def _spread(items: list[T]) -> list[T]:

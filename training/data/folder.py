@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from ..config import digest
 from ..model import OnProgress, no_progress
 from ..user_error import UserError
+from .bad_files import Skipped, bad_files_error
 from .caption import require_usable
 from .caption_file import (
     METADATA,
@@ -33,7 +34,7 @@ from .image_file import EXTENSIONS, BadImage, Header, read_header
 from .latent_file import is_latent_file, read_latent_header, stem_of
 from .partners import Partners, find_partners
 from .read_ahead import load_ahead
-from .samples import ImageSet, Sample, SampleTable, Skipped, Source, bad_files_error
+from .samples import ImageSet, Sample, SampleTable, Source
 from .sound import SOUNDS, is_sound, pieces_of, read_length, with_lyrics
 from .tree import Folder, is_read, list_folder, repeats_in, walk
 

@@ -10,22 +10,13 @@ from torch import Tensor
 
 from ..model import OnProgress, no_progress
 from ..user_error import UserError
+from .bad_files import Skipped, bad_files_error
 from .caption import require_usable
 from .caption_file import NO_CAPTION
 from .clip import Video, read_video, samples_of
 from .config import DatasetConfig, require_pairs_stay
 from .image_file import MIN_SIDE, BadImage
-from .samples import (
-    IN_MEMORY,
-    VIDEO,
-    ImageSet,
-    Reference,
-    Sample,
-    SampleTable,
-    Skipped,
-    Source,
-    bad_files_error,
-)
+from .samples import IN_MEMORY, VIDEO, ImageSet, Reference, Sample, SampleTable, Source
 
 
 def from_images(

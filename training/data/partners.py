@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from .bad_files import Skipped
 from .config import BESIDE, MOST_REFERENCES, DatasetConfig
 from .image_file import BadImage, read_header
 from .latent_file import is_latent_file, stem_of
-from .samples import Reference, Skipped
+from .samples import Reference
 from .tree import Folder, walk
 
 _BESIDE = re.compile(r"(.+)_ref(\d)")

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .bad_files import Skipped, grouped
 from .batch import EncodedDataset
 from .bucket import Bucket
 from .caption import finish
 from .config import FROM_FOLDER, FROM_GRAPH, dataset_notes
-from .samples import ImageSet, Skipped, grouped
+from .samples import ImageSet
 
 
 def summary(images: ImageSet) -> str:

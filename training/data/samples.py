@@ -7,25 +7,22 @@ each `Sample` on access.
 from __future__ import annotations
 
 import json
-import math
-import re
-import zlib
 from array import array
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..user_error import UserError
+from .bad_files import Skipped
 from .bucket import Size
 from .clip import Video
 from .config import DatasetConfig
 from .slider_words import SliderWords
+from .text_columns import Strings, Texts
 
 IN_MEMORY = "image-"
 """Prefix of the names of images from a graph."""
@@ -80,14 +77,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A file that was left out, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Source:
     """Where samples come from: a folder, or images that are already in memory."""
 
@@ -117,79 +106,6 @@ class Source:
     def path(self, name: str) -> Path:
         assert self.root is not None, "in-memory images have no path"
         return self.root / name
-
-
-class Strings(Sequence[str]):
-    """A list of strings in one block of UTF-8, with about 8 bytes per string on top of its text."""
-
-    def __init__(self, strings: Iterable[str] = ()) -> None:
-        self._text = bytearray()
-        self._ends = array("q")
-        for string in strings:
-            self.append(string)
-
-    def append(self, string: str) -> None:
-        # File names may have bytes that are not valid UTF-8; Python represents them as lone surrogates.
-        self._text += string.encode("utf-8", "surrogatepass")
-        self._ends.append(len(self._text))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        start = self._ends[index - 1] if index else 0
-        return self._text[start : self._ends[index]].decode("utf-8", "surrogatepass")
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._text) + self._ends.itemsize * len(self._ends)
-
-
-class Texts(Sequence[str]):
-    """A list of longer strings, compressed in blocks: fast to iterate, slower (0.1 ms) to index."""
-
-    _BLOCK = 256
-
-    def __init__(self) -> None:
-        self._blocks: list[bytes] = []
-        self._last: list[str] = []
-        self._decompressed: tuple[int, list[str]] = (-1, [])
-
-    def append(self, text: str) -> None:
-        self._last.append(text)
-        if len(self._last) == self._BLOCK:
-            self._blocks.append(zlib.compress(json.dumps(self._last).encode(), 1))
-            self._last = []
-
-    def __len__(self) -> int:
-        return len(self._blocks) * self._BLOCK + len(self._last)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        block, place = divmod(range(len(self))[index], self._BLOCK)
-        if block == len(self._blocks):
-            return self._last[place]
-        cached, texts = self._decompressed
-        if cached != block:
-            texts = json.loads(zlib.decompress(self._blocks[block]))
-            self._decompressed = (block, texts)  # one assignment: threads may read at the same time
-        return texts[place]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self._blocks)) + sum(map(len, self._last))
 
 
 class SampleTable(Sequence[Sample]):
@@ -297,84 +213,3 @@ class ImageSet:
 
     def source(self, sample: Sample) -> Source:
         return self.sources[sample.source]
-
-
-def join(sets: Sequence[ImageSet], *, shares: Sequence[float] = ()) -> ImageSet:
-    """Return several sets as one; each keeps its own settings, repeats and loss weight.
-
-    `shares` are the sets' parts of an epoch, whatever their numbers of images: (1, 1) is half and half.
-    Repeats are multiplied by whole numbers up to about sixteen, to within 5 % if possible. Raises UserError
-    if there is no set, or not one positive share for each.
-    """
-    if not sets:
-        raise UserError("no datasets to join; connect at least one.")
-    if any(images.words or images.pairs for images in sets):
-        raise UserError("the dataset of a slider cannot be joined; connect Join Datasets before it.")
-    visits = [int(images.samples.column("repeats").sum()) for images in sets]
-    times = _multipliers(visits, shares) if shares else [1] * len(sets)
-    sources: list[Source] = []
-    table = SampleTable()
-    ignored: Counter[str] = Counter()
-    for images, factor in zip(sets, times, strict=True):
-        for sample in images.samples:
-            table.append(
-                replace(sample, source=sample.source + len(sources), repeats=sample.repeats * factor)
-            )
-        sources.extend(images.sources)
-        ignored.update(dict(images.ignored))
-    skipped = tuple(bad for images in sets for bad in images.skipped)
-    unread = sum(images.unread for images in sets)
-    left_out = tuple(name for images in sets for name in images.left_out)
-    return ImageSet(table, tuple(sources), skipped, tuple(sorted(ignored.items())), unread, left_out=left_out)
-
-
-def _multipliers(visits: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """Return a whole factor for each set, so that visits x factor is about proportional to the shares."""
-    if len(shares) != len(visits) or not all(0 < share < math.inf for share in shares):
-        raise UserError(f"{len(visits)} datasets need {len(visits)} positive shares, got {list(shares)}.")
-    wanted = [share / count for share, count in zip(shares, visits, strict=True)]
-    tried = []
-    for base in range(1, 17):
-        times = [max(1, round(base * ratio / min(wanted))) for ratio in wanted]
-        rates = [count / ratio for count, ratio in zip(times, wanted, strict=True)]
-        tried.append((max(rates) / min(rates), times))
-    return next((times for error, times in tried if error <= 1.05), min(tried)[1])
-
-
-def bad_files_error(bad: Sequence[Skipped], what: str, others: int) -> UserError:
-    """Return the error that names every unusable file with its reason, beside so many `others`."""
-    shown = grouped(bad)
-    if len(shown) > 100:
-        shown[100:] = [f"  ... and {len(shown) - 100} more"]
-    advice = (
-        "Repair or remove them, leave them out by 'Show and add images', or train a folder without them by "
-        "'skip bad images' in Load Dataset."
-    )
-    advice = advice if others else "There are no other images; repair or replace these."
-    lines = [f"{what}: {len(bad)} file(s) cannot be used.", *shown]
-    if any(not item.reason.startswith(NO_CAPTION) for item in bad):  # whose reason says what to do
-        lines.append(advice)
-    return UserError("\n".join(lines))
-
-
-NO_CAPTION = "no caption"
-"""How the reason of an image without a caption begins."""
-NAMED = 20
-"""Most files that are named where several have the same reason."""
-
-
-def grouped(bad: Sequence[Skipped]) -> list[str]:
-    """Return a line for each file, or for several with the same reason, but for their own names in it."""
-    groups: dict[str, list[Skipped]] = defaultdict(list)
-    for item in bad:
-        own = rf"(?<!\S){re.escape(PurePosixPath(item.name).stem)}\.(?=\w)"
-        groups[re.sub(own, "<name>.", item.reason)].append(item)
-    lines = []
-    for reason, items in groups.items():
-        if len(items) == 1:
-            lines.append(f"  {items[0].name}: {items[0].reason}")
-        else:
-            names = ", ".join(item.name for item in items[:NAMED])
-            more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
-            lines.append(f"  {len(items)} files: {reason}: {names}{more}")
-    return lines

@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ..user_error import UserError
+from .bad_files import Skipped
 from .caption_file import CAPTION_FILES
 from .clip import FRAME_FOLDER, is_clip
 from .config import DatasetConfig
 from .image_file import EXTENSIONS, HEIC
 from .latent_file import is_latent_file, stem_of
 from .roots import is_inside
-from .samples import Skipped
 from .sound import is_sound
 
 MASK_SUFFIX = "-mask"
