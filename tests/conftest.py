@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+BROWSER = "tests/browser/"
 
 pytest.register_assert_rewrite("graft.tests")
 runpy.run_path(str(ROOT / "__main__.py"))["import_graft"]()
@@ -31,6 +32,18 @@ class RootIsNoTestPackage:
 
 def pytest_configure(config):
     config.pluginmanager.register(RootIsNoTestPackage)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each file to one process, and those of the browser to the same one: they share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Rooms(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return BROWSER if nodeid.startswith(BROWSER) else super()._split_scope(nodeid)
+
+    return Rooms(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,5 +1,6 @@
-"""One server and one browser for each file of tests. Screenshots go to $GRAFT_ARTIFACTS, else to pytest's
-own folder.
+"""One server and one browser for all of these tests: `tests/conftest.py` gives them to one process. Each file
+has a new tab, and files, runs and folders by names of its own. Screenshots go to $GRAFT_ARTIFACTS, else to
+pytest's own folder.
 """
 
 import os
@@ -13,7 +14,7 @@ from graft.tests.support.chromium import chromium
 from graft.tests.support.editor import Editor
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(tmp_path_factory):
     """A ComfyUI with Graft, and four captioned squares in input/tiny."""
     base = tmp_path_factory.mktemp("browser-server")
@@ -27,10 +28,25 @@ def running(tmp_path_factory):
         yield started
 
 
-@pytest.fixture(scope="module")
-def editor(running, tmp_path_factory):
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def editor(running, browser):
+    browser.call("Storage.clearDataForOrigin", origin=f"http://{running.address}", storageTypes="all")
+    with browser.another_tab() as page:
         yield Editor(page, running.address)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
+def vue(request, running):
+    """Each rendering in turn; true in Nodes 2.0. A page shows it once it is opened."""
+    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
+    yield request.param
+    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
 
 
 @pytest.fixture(scope="session")

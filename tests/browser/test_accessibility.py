@@ -10,17 +10,17 @@ from PIL import Image
 from graft.dev.make_workflows import editor_file
 from graft.tests.support.axe import serious_faults
 from graft.tests.support.drawn_runs import write_run
+from graft.tests.support.editor import GRAFT_DIALOG as DIALOG
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, TRAIN = 2, 5
-DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 ELEMENT = "node.widgets.find(w => w.name === '{}').element"
 RUN = "anna-0123456789abcdef"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
-def opened(request, editor, running):
+@pytest.fixture(scope="module")
+def opened(editor, vue, running):
     """The editor with a dataset of good and bad images, a chart of a run, a plan and an error."""
     folder = running.base / "input" / "mixed"
     folder.mkdir(exist_ok=True)
@@ -31,12 +31,10 @@ def opened(request, editor, running):
     (folder / "bad.png").write_text("no image")
     if not (running.base / "output" / "graft" / RUN).is_dir():
         write_run(running.base / "output" / "graft" / RUN)
-    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
     editor.open()
-    editor.load(WORKFLOW)
+    editor.load_new(WORKFLOW)
     editor.set(DATASET, folder="mixed", resolution="256")
-    yield editor
-    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+    return editor
 
 
 @pytest.fixture

@@ -40,14 +40,12 @@ def input_folder(running):
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
-def opened(request, editor, running, input_folder):
-    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
+@pytest.fixture(scope="module")
+def opened(editor, vue, input_folder):
     editor.open()
-    editor.load(WORKFLOW)
+    editor.load_new(WORKFLOW)
     editor.set(DATASET, folder="pets", resolution="256")
-    yield editor
-    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+    return editor
 
 
 @pytest.fixture
@@ -61,8 +59,8 @@ def grid(opened):
     opened.page.wait_for(f"!({DIALOG})")
 
 
-def wait(editor, expression, seconds=30):
-    return editor.page.wait_for(f"(dialog => {expression})({DIALOG})", seconds)
+def wait(editor, expression):
+    return editor.page.wait_for(f"(dialog => {expression})({DIALOG})")
 
 
 def card(name):
@@ -263,7 +261,7 @@ def test_preview_dataset_shows_pairs_side_by_side_and_the_frames_of_clips(opened
     opened.run()
     shown = '(node.imgs?.[0] ?? document.querySelector(`[data-node-id="${node.id}"] img`))'
     for node in ids:
-        opened.page.wait_for(f"(node => {shown}?.naturalWidth > 300)(app.graph.getNodeById({node}))", 120)
+        opened.page.wait_for(f"(node => {shown}?.naturalWidth > 300)(app.graph.getNodeById({node}))")
     pair, clip = (np.asarray(sheet(opened, running, node)).astype(int) for node in ids)
     half = pair.shape[1] // 2
     has = [[(side == color).all(-1).any() for side in (pair[:, :half], pair[:, half:])] for color in COLORS]

@@ -47,7 +47,7 @@ def test_the_picture_of_train_steps(editor, artifacts):
     values |= {} if WHOLE else {"steps": 2, "every": 2}
     editor.page.evaluate(f"{ADD_SAMPLE_PROMPTS}({json.dumps(values)})")
     if not WHOLE:
-        editor.set(TRAIN, steps=2, batch_size=1)
+        editor.set(TRAIN, steps=2, batch_size=1, name="picture")
     editor.run()
     editor.wait_until_idle(1200)
     panel = f"app.graph.getNodeById({TRAIN}).widgets.find(w => w.name === 'graft_chart').element.shadowRoot"

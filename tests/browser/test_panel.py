@@ -29,7 +29,7 @@ DRAWN = f"""(c => c.width > 0 && c.getContext('2d').getImageData(0, 0, c.width, 
 def opened(editor):
     """The template on four squares of 64 pixels, with Train Steps in the middle of the page."""
     editor.open()
-    editor.load(WORKFLOW)
+    editor.load_new(WORKFLOW)
     editor.set(DATASET, folder="tiny", resolution="64")
     editor.set(LORA, rank=2)
     editor.set(TRAIN, steps=1500, batch_size=1, name="panel")
@@ -47,8 +47,8 @@ def show_train_steps(editor):
     )
 
 
-def wait(editor, expression, seconds=60):
-    return editor.page.wait_for(f"(node => {expression})(app.graph.getNodeById({TRAIN}))", seconds)
+def wait(editor, expression):
+    return editor.page.wait_for(f"(node => {expression})(app.graph.getNodeById({TRAIN}))")
 
 
 def step(editor):
@@ -56,8 +56,8 @@ def step(editor):
     return int((editor.node(TRAIN, STATUS) or "step 0").split()[1])
 
 
-def wait_for_step(editor, least, seconds=120):
-    wait(editor, f"Number({STATUS}.split(/\\s+/)[1]) >= {least}", seconds)
+def wait_for_step(editor, least):
+    wait(editor, f"Number({STATUS}.split(/\\s+/)[1]) >= {least}")
 
 
 def button(index):
@@ -239,7 +239,7 @@ def test_a_run_inside_a_subgraph_is_shown_there(editor):
     )
     editor.run()
     status = f"(node => {SHADOW}.querySelector('.status').title)({inner})"
-    editor.page.wait_for(f"{status}.includes('inside-')", 120)
+    editor.page.wait_for(f"{status}.includes('inside-')")
     editor.wait_until_idle()
     editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))({inner})")
 

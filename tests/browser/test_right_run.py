@@ -12,35 +12,36 @@ from graft.tests.support.editor import Editor
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
-DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
+DATASET, LORA, TRAIN, LATENT, SAMPLER, SAVE_IMAGE = 2, 4, 5, 9, 10, 12
 STATUS = "node.widgets.find(w => w.name === 'graft_chart').element.shadowRoot.querySelector('.status')"
 REPORT = "node.widgets.find(w => w.name === 'graft_text').element.value"
 
 
-def wait(editor, expression, seconds=60):
-    return editor.page.wait_for(f"(node => {expression})(app.graph.getNodeById({TRAIN}))", seconds)
+def wait(editor, expression):
+    return editor.page.wait_for(f"(node => {expression})(app.graph.getNodeById({TRAIN}))")
 
 
 def train(editor, **values):
     editor.set(TRAIN, **values)
     editor.run()
-    wait(editor, f"{REPORT}.includes('{values['name']}-')", 180)
+    wait(editor, f"{REPORT}.includes('{values['name']}-')")
     editor.wait_until_idle()
     wait(editor, f"{STATUS}.title.includes('{values['name']}-')")
 
 
 @pytest.fixture(scope="module")
 def picture(editor, running):
-    """The picture that the run "anna" ended with, before "rex" was trained on the same node."""
+    """The picture that the run "ada" ended with, before "leo" was trained on the same node."""
     editor.open()
-    editor.load(WORKFLOW)
+    editor.load_new(WORKFLOW)
     editor.set(DATASET, folder="tiny", resolution="64")
     editor.set(LORA, rank=2)
     editor.set(LATENT, width=64, height=64, batch_size=1)
     editor.set(SAMPLER, steps=1)
-    train(editor, name="anna", steps=3, batch_size=1)
-    [found] = (running.base / "output").rglob("*_00001_.png")
-    train(editor, name="rex", steps=4, learning_rate=0.1)
+    editor.set(SAVE_IMAGE, filename_prefix="ada")
+    train(editor, name="ada", steps=3, batch_size=1)
+    [found] = (running.base / "output").rglob("ada_00001_.png")
+    train(editor, name="leo", steps=4, learning_rate=0.1)
     return found.relative_to(running.base / "output")
 
 
@@ -51,20 +52,20 @@ def open_picture(editor, picture):
         f"fetch('/view?{query}').then(answer => answer.blob()).then(blob => "
         f"app.handleFile(new File([blob], '{picture.name}', {{ type: 'image/png' }}))).then(() => true)"
     )
-    wait(editor, "node.widgets.find(w => w.name === 'name').value === 'anna'")
+    wait(editor, "node.widgets.find(w => w.name === 'name').value === 'ada'")
 
 
 def test_the_graph_in_a_picture_shows_its_own_run(editor, picture):
     open_picture(editor, picture)
-    wait(editor, f"{STATUS}.title.includes('anna-') && {STATUS}.textContent.startsWith('step 3 / 3')")
-    wait(editor, f"{REPORT}.startsWith('step 3') && {REPORT}.includes('anna-')")
+    wait(editor, f"{STATUS}.title.includes('ada-') && {STATUS}.textContent.startsWith('step 3 / 3')")
+    wait(editor, f"{REPORT}.startsWith('step 3') && {REPORT}.includes('ada-')")
 
 
 def test_a_run_of_other_settings_is_labeled_and_its_report_is_not_shown(editor, picture):
     open_picture(editor, picture)
     editor.set(TRAIN, learning_rate=0.01)
     editor.load(editor.page.evaluate("app.graph.serialize()"))
-    wait(editor, f"{STATUS}.title.includes('rex-') && {STATUS}.textContent.startsWith('other settings')")
+    wait(editor, f"{STATUS}.title.includes('leo-') && {STATUS}.textContent.startsWith('other settings')")
     assert editor.node(TRAIN, REPORT) == ""
 
 
@@ -76,4 +77,4 @@ def test_a_later_server_fills_the_chart_from_the_runs_folder(editor, picture, ru
         tab = Editor(page, later.address)
         tab.open()
         tab.load(workflow)
-        wait(tab, f"{STATUS}.title.includes('anna-') && {STATUS}.textContent.startsWith('step 3 / 3')")
+        wait(tab, f"{STATUS}.title.includes('ada-') && {STATUS}.textContent.startsWith('step 3 / 3')")

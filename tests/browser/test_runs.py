@@ -10,13 +10,13 @@ import pytest
 from graft.dev.make_workflows import editor_file
 from graft.tests.support.axe import serious_faults
 from graft.tests.support.drawn_runs import write_run
+from graft.tests.support.editor import GRAFT_DIALOG as DIALOG
 
 pytestmark = pytest.mark.browser
 WORKFLOW = json.loads(editor_file("first_lora").read_text("utf-8"))
 DATASET, LORA, TRAIN, SAVE, LATENT, SAMPLER = 2, 4, 5, 6, 9, 10
 ANNA, BETTER, REX = (f"{name}-{i:016x}" for i, name in enumerate(("people/anna", "people/anna", "rex")))
 LIST = "[...document.querySelectorAll('*')].map(e => e.shadowRoot).find(root => root?.querySelector('ul'))"
-DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +28,18 @@ def runs(running):
     return root
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
-def opened(request, editor, running, runs):
+@pytest.fixture(scope="module")
+def opened(editor, vue, running, runs):
     """The editor with the list of runs in its sidebar."""
-    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param, "Comfy.Sidebar.Size": "normal"})
+    running.request("/settings", {"Comfy.Sidebar.Size": "normal"})
     editor.page.call(
         "Emulation.setDeviceMetricsOverride", width=1440, height=900, deviceScaleFactor=1, mobile=False
     )
     editor.open()
-    editor.load(WORKFLOW)
+    editor.load_new(WORKFLOW)
     editor.page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('graft-runs')")
     editor.page.wait_for(f"({LIST})?.querySelectorAll('li').length >= 3")
     yield editor
-    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
     editor.page.call("Emulation.clearDeviceMetricsOverride")
 
 
@@ -61,9 +60,9 @@ def card(run):
     return f"[...list.querySelectorAll('li')].find(li => li.querySelector('.run').title === '{run}')"
 
 
-def shown(editor, expression, seconds=30):
+def shown(editor, expression):
     """Wait until an expression over the `dialog` holds, and return its value."""
-    return editor.page.wait_for(f"(dialog => dialog && {expression})({DIALOG})", seconds)
+    return editor.page.wait_for(f"(dialog => dialog && {expression})({DIALOG})")
 
 
 def view(editor, *runs):
@@ -197,7 +196,7 @@ SAMPLE_PROMPTS = """(() => {
 @pytest.fixture(scope="module")
 def trained(opened, runs):
     """A run that was asked in the sidebar to draw and to save while it trained, and ended by Finish."""
-    opened.load(WORKFLOW)
+    opened.load_new(WORKFLOW)
     opened.set(DATASET, folder="tiny", resolution="64")
     opened.set(LORA, rank=2)
     name = f"live{uuid4().hex[:6]}"
@@ -207,7 +206,7 @@ def trained(opened, runs):
     opened.set(SAMPLER, steps=1)
     assert opened.page.evaluate(SAMPLE_PROMPTS)
     opened.run()
-    opened.page.wait_for(f"(list => !!list.querySelector('.live'))({LIST})", 180)
+    opened.page.wait_for(f"(list => !!list.querySelector('.live'))({LIST})")
     run = listed(opened, "list.querySelector('.live').closest('.run').title")
     assert run.startswith(name)
     return run
@@ -222,7 +221,7 @@ def test_a_run_under_way_draws_and_saves_on_request(opened, runs, trained):
     press(opened, "Save now")
     shown(opened, "dialog.querySelector('[role=status]').textContent.startsWith('This step is saved')")
     press(opened, "Draw now")
-    shown(opened, "dialog.querySelector('.sheet img')?.naturalWidth === 64", 90)
+    shown(opened, "dialog.querySelector('.sheet img')?.naturalWidth === 64")
     assert len(list((folder / "checkpoints").glob("step-*/kept"))) == 1
     assert len(list((folder / "loras").glob("*.safetensors"))) >= 1
     press(opened, "Use in Load LoRA")

@@ -64,12 +64,10 @@ FAULTS = """(() => {
 })()"""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["classic", "vue"])
-def opened(request, editor, running):
-    running.request("/settings", {"Comfy.VueNodes.Enabled": request.param})
+@pytest.fixture(scope="module")
+def opened(editor, vue):
     editor.open()
-    yield editor
-    running.request("/settings", {"Comfy.VueNodes.Enabled": False})
+    return editor
 
 
 def show(editor, path):
@@ -82,7 +80,7 @@ def show(editor, path):
 
 def wait_for_no_fault(editor):
     try:
-        editor.page.wait_for(f"{FAULTS}.length === 0", 3)
+        editor.page.wait_for(f"{FAULTS}.length === 0")
     except TimeoutError:
         assert editor.page.evaluate(FAULTS) == []
 
@@ -114,8 +112,8 @@ def test_nothing_is_covered_after_a_run_with_five_buckets_and_five_bad_files(ope
     opened.set(SAMPLER, steps=1)
     opened.run()
     report = "app.graph.getNodeById(3).widgets.find(w => w.name === 'graft_text').element.value"
-    opened.page.wait_for(f"{report}.includes('Left out: 5')", 180)
-    opened.page.wait_for("app.nodeOutputs[12]?.images?.length", 120)
+    opened.page.wait_for(f"{report}.includes('Left out: 5')")
+    opened.page.wait_for("app.nodeOutputs[12]?.images?.length")
     opened.wait_until_idle()
     assert opened.page.evaluate(report).count("Bucket") == 5
     wait_for_no_fault(opened)

@@ -26,6 +26,9 @@ FLAGS = (
     "--remote-debugging-port=0 --remote-allow-origins=* --window-size=1600,1000 --force-color-profile=srgb"
 ).split()
 
+PATIENCE = 180.0
+"""Seconds until what a test waits for is a fault, also on a machine that has twenty other things to do."""
+
 CLICK = """(async element => {
     element?.scrollIntoView({ block: 'nearest' })
     const { x, y, width, height } = element?.getBoundingClientRect() ?? {}
@@ -82,7 +85,7 @@ class Page:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send one command and return its result; raises RuntimeError with Chromium's words."""
-        return self._loop.run_until_complete(asyncio.wait_for(self._call(method, parameters), 120))
+        return self._loop.run_until_complete(asyncio.wait_for(self._call(method, parameters), PATIENCE))
 
     def goto(self, url: str) -> None:
         self.call("Page.navigate", url=url)
@@ -96,7 +99,7 @@ class Page:
             raise RuntimeError(details.get("exception", {}).get("description") or details["text"])
         return answer["result"].get("value")
 
-    def wait_for(self, javascript: str, seconds: float = 60) -> Any:
+    def wait_for(self, javascript: str, seconds: float = PATIENCE) -> Any:
         """Evaluate until the value is truthy and return it; raises TimeoutError naming the expression."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -109,7 +112,7 @@ class Page:
     def move(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def click_on(self, element: str, seconds: float = 30) -> None:
+    def click_on(self, element: str, seconds: float = PATIENCE) -> None:
         """Scroll to what a JavaScript expression gives, and click it once it is there, lies still and nothing
         covers it.
         """
@@ -125,7 +128,7 @@ class Page:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         with contextlib.closing(Page(self._port, target)) as page:
             yield page
-            page.call("Page.close")
+        self.call("Target.closeTarget", targetId=target)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._http.close())
@@ -167,7 +170,7 @@ class Page:
             self.messages.append((entry["level"], f"{entry['text']} {entry.get('url', '')}"))
 
 
-def _debugging_port(process: subprocess.Popen[bytes], profile: Path, seconds: float = 60) -> int:
+def _debugging_port(process: subprocess.Popen[bytes], profile: Path, seconds: float = PATIENCE) -> int:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError, IndexError, ValueError):

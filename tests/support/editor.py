@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from graft.tests.support.chromium import Page
+from graft.tests.support.chromium import PATIENCE, Page
 
 GRAFT_DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 """The dialog that one of Graft's panels has opened, as JavaScript."""
@@ -41,8 +42,7 @@ class Editor:
         self.page.goto(self.url)
         self.page.wait_for(
             f"!!(!window.graftLeft && {WORKFLOW}?.isLoaded && app.extensionManager.setting && "
-            "document.querySelector('.side-bar-button'))",
-            120,
+            "document.querySelector('.side-bar-button'))"
         )
         self.page.wait_for("!document.querySelector('#splash-loader, .p-blockui-mask')")
         self.page.evaluate(STEADY)
@@ -59,12 +59,12 @@ class Editor:
 
     def _click_until(self, element: str, condition: str) -> None:
         for _ in self._attempts(condition) if not self.page.evaluate(condition) else ():
-            self.page.click_on(element)
+            self.page.click_on(element, 30)
 
     def _attempts(self, condition: str) -> Iterator[None]:
         """Let the caller click until the condition holds: clicks go astray, uncounted, while a page moves."""
-        clicks = self.page.clicks
-        for _ in range(4):
+        clicks, begun = self.page.clicks, time.monotonic()
+        while time.monotonic() < begun + PATIENCE:
             self.page.clicks = clicks
             yield
             with contextlib.suppress(TimeoutError):
@@ -74,6 +74,10 @@ class Editor:
 
     def load(self, workflow: dict[str, Any], name: str = "test") -> None:
         self.page.evaluate(f"app.loadGraphData({json.dumps(workflow)}, true, true, {json.dumps(name)})")
+
+    def load_new(self, workflow: dict[str, Any]) -> None:
+        """Load a workflow under an id that no run of another test has."""
+        self.load({**workflow, "id": str(uuid.uuid4())})
 
     def set(self, node: int, **values: Any) -> None:
         """Type values into a node's widgets."""
@@ -103,7 +107,7 @@ class Editor:
         queue = self.page.evaluate("fetch('/queue').then(r => r.json())")
         return not queue["queue_running"] and not queue["queue_pending"]
 
-    def wait_until_idle(self, seconds: float = 180) -> None:
+    def wait_until_idle(self, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not self.idle():
             assert time.monotonic() < deadline, "still running"
