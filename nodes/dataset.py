@@ -101,12 +101,17 @@ class LoadDataset(Node):
         return make_config(read(DatasetConfig(), settings), **{"resolution": "1024", **widgets})
 
     @classmethod
+    def reference_folders(cls, config: DatasetConfig) -> Sequence[str]:
+        """Return the names of the folders with references."""
+        return _reference_folders(config.references)
+
+    @classmethod
     def execute(
         cls, folder: str, dataset_settings: DatasetConfig | None = None, **widgets: Any
     ) -> io.NodeOutput:
         config = make_config(dataset_settings, **widgets)
         with progress_bar() as on_progress:
-            folders = [folder, *_reference_folders(config.references)]
+            folders = [folder, *cls.reference_folders(config)]
             root, *references = (data.resolve_dataset(name, paths.dataset_roots()) for name in folders)
             images = data.scan(root, config, references=references, on_progress=on_progress)
         return io.NodeOutput(images, config.caption.trigger, ui={"text": [data.summary(images)]})
@@ -196,6 +201,11 @@ class JoinDatasets(Node):
             ],
             outputs=[Dataset.Output("dataset")],
         )
+
+    @classmethod
+    def shares_of(cls, values: dict[str, Any]) -> Sequence[float]:
+        """Return the shares for the values of this node's widgets."""
+        return _shares(str(values.get("shares", "")))
 
     @classmethod
     def execute(cls, shares: str = "", **datasets: Any) -> io.NodeOutput:
@@ -296,8 +306,13 @@ class SplitDataset(Node):
         )
 
     @classmethod
+    def config_of(cls, values: dict[str, Any]) -> SplitConfig:
+        """Return the config for the values of this node's widgets."""
+        return read(SplitConfig(), values)
+
+    @classmethod
     def execute(cls, dataset: Any, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(*require_encoded(dataset).split(read(SplitConfig(), values)))
+        return io.NodeOutput(*require_encoded(dataset).split(cls.config_of(values)))
 
 
 def split_captions(texts: list[str]) -> list[str]:

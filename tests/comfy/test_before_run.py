@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from PIL import Image
 
 from graft.tests.support.first_lora import first_lora
 from graft.training.comfy import paths
+from graft.training.comfy.run import before_run
 from graft.training.comfy.run.before_run import look_ahead
 
 TRAIN, OPTIMIZER = "5", "90"
@@ -49,9 +52,53 @@ def test_epochs_count_batches_and_repeats(graph):
 
 
 def test_time_is_that_of_the_last_run_of_this_name_at_this_batch_size(graph, tmp_path):
-    assert "s a step" not in told(graph)[0]
     write_run(tmp_path, seconds=7.0)
-    assert "about 7 min, at the 14 s a step" in told(graph)[0]
+    assert "about 7:00, at the 14 s a step of the last run" in told(graph)[0]
+
+
+def test_without_an_earlier_run_the_time_is_estimated_from_what_the_device_computes(graph, monkeypatch):
+    found = []
+    for flops in (1e9, 1e8):
+        monkeypatch.setattr(before_run, "operations_a_second", lambda *_, flops=flops: flops)
+        line = next(line for line in told(graph)[0].splitlines() if "at an estimated" in line)
+        found.append(float(re.search(r"estimated ([0-9.e+]+) s a step", line)[1]))
+    assert found[0] > 0 and found[1] == pytest.approx(10 * found[0], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "changed, split, shown",
+    [
+        ({}, {"fraction": 0.33}, 4),
+        ({}, {"fraction": 0.0, "names": "red*"}, 4),
+        ({}, {"fraction": 0.33, "names": "red*"}, 2.67),
+        ({"leave_out": "red.png"}, {}, 4),
+        ({"resolution": "64, 128"}, {}, 12),
+        ({"resolution": "64, 128"}, {"fraction": 0.33}, 8),
+    ],
+)
+def test_epochs_count_what_is_left_out_held_out_and_trained_at_several_sizes(graph, changed, split, shown):
+    graph["2"]["inputs"] |= changed
+    if split:
+        inputs = {"dataset": graph[TRAIN]["inputs"]["dataset"], "fraction": 0.0, "names": "", **split}
+        graph["81"] = {"class_type": "GraftSplitDataset", "inputs": inputs}
+        graph[TRAIN]["inputs"]["dataset"] = ["81", 0]
+    assert f"{60 / shown:.3g} epochs" in told(graph)[0]
+
+
+def test_epochs_count_the_settings_and_shares_of_datasets_that_are_joined(graph):
+    graph["91"] = {"class_type": "GraftDatasetSettings", "inputs": {"regularisation": True}}
+    graph["92"] = copy.deepcopy(graph["2"])
+    graph["92"]["inputs"] |= {"repeats": 1, "dataset_settings": ["91", 0]}
+    given = {"dataset_1": ["2", 0], "dataset_2": ["92", 0]}
+    graph["93"] = {"class_type": "GraftJoinDatasets", "inputs": {**given, "shares": ""}}
+    graph["3"]["inputs"]["dataset"] = ["93", 0]
+    assert "of 9 images" in told(graph)[0]
+    graph["93"]["inputs"]["shares"] = "1, 1"
+    assert "of 12 images" in told(graph)[0]
+    split = {"dataset": ["3", 0], "fraction": 0.33, "names": ""}
+    graph["94"] = {"class_type": "GraftSplitDataset", "inputs": split}
+    graph[TRAIN]["inputs"]["dataset"] = ["94", 0]
+    assert "of 10 images" in told(graph)[0], "regularization images are not held out"
 
 
 def test_memory_and_disk_are_those_of_the_plans(graph):

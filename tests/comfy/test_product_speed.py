@@ -72,3 +72,22 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(measured, caplog)
     file.parent.write_text("a file where the folder should be")
     assert ask()
     assert "the next start measures again" in caplog.text
+
+
+def test_what_a_block_computes_in_a_second_is_measured_once_on_enough_tokens(measured, monkeypatch):
+    _, _, file = measured
+    rows = []
+
+    def seconds(compute, device):
+        compute()
+        rows.append(len(rows))
+        return 0.01 * len(rows)
+
+    monkeypatch.setattr(product_speed, "_seconds", seconds)
+    found = []
+    for _ in range(2):
+        product_speed.operations_a_second.cache_clear()
+        found.append(product_speed.operations_a_second(torch.float32, CPU))
+    assert rows == [0, 1], "the second size took 0.02 seconds"
+    assert found[0] == found[1] > 1e9 and list(json.loads(file.read_text()).values()) == [found[0]]
+    product_speed.operations_a_second.cache_clear()

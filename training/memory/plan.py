@@ -105,6 +105,10 @@ class Estimate:
     def step_peak(self) -> int:
         return max(int(self.step.peak * self.correction), self.optimizing)
 
+    def fits(self, budget: int) -> bool:
+        """Return whether the peak leaves the reserve of a budget in bytes."""
+        return self.peak <= budget * (1 - RESERVE)
+
     def seconds(self, flops: float, bandwidth: float, budget: int | None = None) -> float:
         """Return the time of a step; `flops` and `bandwidth` (bytes) are per second, and copies overlap."""
         return max(self.step.flops / flops, self.moved(budget) / bandwidth)
@@ -228,28 +232,42 @@ def plans_that_fit(
     ):
         return plans
     estimate = estimate or make_estimator(denoiser, adapted, config, batch)
-    dtype = compute_dtype(config.memory, denoiser)
     try:
-        # The first that fits is the fastest; those behind it are for when memory runs out all the same.
-        for index, plan in enumerate(plans):
-            weights = weight_bytes(denoiser.specs, denoiser.family.blocks, plan.base, dtype, compute)
-            if weights > budget and plan is not plans[-1]:
-                continue  # no step is estimated where not even the base fits
-            each = estimate(plan)
-            if each.peak <= budget * (1 - RESERVE):
-                log.info("%s takes %s of %s.", plan, gib(each.peak), gib(budget))
-                left = reserve_host(plans[index:], each.step)
-                return [*fill_device(left[0], each, budget), *left]
+        first = estimate_fastest(denoiser, config, plans, budget, estimate)
     except (RuntimeError, NotImplementedError) as error:
         log.warning("the memory of %s cannot be estimated (%s).", denoiser.family.name, error)
         return plans
+    if first.fits(budget):
+        log.info("%s takes %s of %s.", first.plan, gib(first.peak), gib(budget))
+        # Those behind it are for when memory runs out all the same.
+        left = reserve_host(plans[plans.index(first.plan) :], first.step)
+        return [*fill_device(left[0], first, budget), *left]
     # Estimates may be too high: the smallest plan is tried all the same.
     log.warning(
         "no plan fits into %s%s; trying the one that takes least, %s (%s). Set base to 'auto', 'fp8' "
         "or 'nf4' in Memory Settings to take less.",
-        *(gib(budget), " (budget gb)" if config.memory.budget_gb else "", plans[-1], gib(each.peak)),
+        *(gib(budget), " (budget gb)" if config.memory.budget_gb else "", plans[-1], gib(first.peak)),
     )
-    return reserve_host(plans[-1:], each.step)
+    return reserve_host(plans[-1:], first.step)
+
+
+def estimate_fastest(
+    denoiser: Denoiser,
+    config: TrainConfig,
+    plans: Sequence[MemoryPlan],
+    budget: int,
+    estimate: Callable[[MemoryPlan], Estimate],
+) -> Estimate:
+    """Return the estimate of the first of `plans` that fits into `budget`, of the last one if none does.
+
+    Raises RuntimeError or NotImplementedError as `estimate` does.
+    """
+    dtype = compute_dtype(config.memory, denoiser)
+    for plan in plans[:-1]:
+        weights = weight_bytes(denoiser.specs, denoiser.family.blocks, plan.base, dtype, plan.compute)
+        if weights <= budget and (found := estimate(plan)).fits(budget):
+            return found  # no step is estimated where not even the base fits
+    return estimate(plans[-1])
 
 
 def reserve_host(plans: Sequence[MemoryPlan], step: StepEstimate) -> Sequence[MemoryPlan]:

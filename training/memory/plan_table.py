@@ -17,7 +17,7 @@ from ..objective.parts import parts_of
 from ..user_error import UserError
 from .device_memory import measure_peak, synchronize
 from .placement import Placement, refuse_undifferentiable
-from .plan import RESERVE, Estimate, MemoryPlan, budget_of, gib, make_estimator, plans_that_fit
+from .plan import Estimate, MemoryPlan, budget_of, gib, make_estimator, plans_that_fit
 from .precision import compute_dtype
 
 BANDWIDTH = 20e9
@@ -84,7 +84,7 @@ def format_plans(
     for e in estimates:
         relative = f"x {e.step.flops / fastest:.2f}"
         time = relative if flops is None else f"{e.seconds(flops, bandwidth, budget):.3g} s"
-        fits = "" if budget is None else "fits" if e.peak <= budget * (1 - RESERVE) else "too large"
+        fits = "" if budget is None else "fits" if e.fits(budget) else "too large"
         if e.plan.base == "stream":
             moved = e.moved(budget)
             rate = gib(moved) + " a step" if flops is None else gib(int(e.read_rate(flops, budget))) + "/s"

@@ -7,7 +7,6 @@ or a thumbnail in Graft's cache folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 from aiohttp import web
 from comfy.cli_args import args
 from torch import Tensor
-
-import nodes
 
 from ...data.caption_edit import EDITABLE, write_caption
 from ...data.catalog import Entry, list_entries, list_in_memory
@@ -30,10 +27,9 @@ from ...user_error import UserError
 from .. import paths
 from .answers import guarded, in_thread, read_json
 from .folders import folder_to_read, image_in, key_of, name_of, require_writable
+from .in_graph import folder_and_config
 from .in_memory import known_set
 from .upload import take_file
-
-LOAD_DATASET, SETTINGS = "GraftLoadDataset", "GraftDatasetSettings"
 
 
 def routes() -> list[web.RouteDef]:
@@ -57,7 +53,7 @@ async def dataset(request: web.Request) -> web.Response:
         if images is None:
             raise UserError("These images are no longer in memory; run the node again.")
         return web.json_response({**limits, "images": _rows(list_in_memory(images)), "editable": False})
-    folder, config = _folder_and_config(asked)
+    folder, config = folder_and_config(asked.get("prompt"), asked.get("node"))
     return web.json_response({**limits, **await in_thread(lambda: _listed(folder, config))})
 
 
@@ -122,7 +118,7 @@ _HEADERS = {
 async def write(request: web.Request) -> web.Response:
     """Write the caption of {prompt, node, key, text, before}, and answer {caption}, as it is read again."""
     asked = await read_json(request)
-    name, config = _folder_and_config(asked)
+    name, config = folder_and_config(asked.get("prompt"), asked.get("node"))
     text, before, key = (str(asked.get(part, "")) for part in ("text", "before", "key"))
 
     def written() -> dict[str, str]:
@@ -132,35 +128,3 @@ async def write(request: web.Request) -> web.Response:
         return {"caption": write_caption(folder, image, text, before, config)}
 
     return web.json_response(await in_thread(written))
-
-
-def _folder_and_config(asked: Mapping[str, Any]) -> tuple[str, DatasetConfig]:
-    """Return the folder and the settings of a Load Dataset in a graph. Raises UserError if it is none, or its
-    folder comes from another node.
-    """
-    try:
-        graph = asked["prompt"]
-        inputs = _inputs(graph, asked["node"], LOAD_DATASET)
-        link = inputs.get("dataset_settings")
-        others = _inputs(graph, link[0], SETTINGS) if isinstance(link, list) else {}
-        folder = inputs["folder"]
-        config = nodes.NODE_CLASS_MAPPINGS[LOAD_DATASET].config_of(_values(inputs), _values(others))
-    except UserError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"not a graph with this Load Dataset ({type(error).__name__}).") from error
-    if not isinstance(folder, str):
-        raise UserError("The folder comes from another node; only a folder chosen here can be shown.")
-    return folder, config
-
-
-def _inputs(graph: Any, node: Any, kind: str) -> dict[str, Any]:
-    entry = graph[str(node)]
-    if entry["class_type"] != kind:
-        raise LookupError(kind)
-    return dict(entry["inputs"])
-
-
-def _values(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the widgets' values; those that other nodes give are at their defaults."""
-    return {name: value for name, value in inputs.items() if not isinstance(value, list)}

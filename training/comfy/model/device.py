@@ -28,6 +28,19 @@ def supported_dtypes(model_config: Any, device: torch.device) -> tuple[torch.dty
     return (best, *(dtype for dtype in supported if dtype != best))
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Return what `free_bytes` is once ComfyUI's models are unloaded; the device's size if unknown."""
+    management: Any = comfy.model_management
+    free = free_bytes(device)
+    if free is None:
+        return int(management.get_total_memory(device))
+    return free + sum(
+        int(model.model_loaded_memory())
+        for model in management.current_loaded_models
+        if model.device == device
+    )
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of `device`, less what ComfyUI reserves for other programs (--reserve-vram); None
     if unknown. Host memory has its own reserve.

@@ -1,4 +1,6 @@
-"""Whether this device multiplies 8-bit weights faster as they are stored than dequantized: measured once."""
+"""What this device computes in a second, and whether it multiplies 8-bit weights faster as they are stored
+than dequantized. Each is measured once and remembered in the cache folder, by device and version of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import comfy.model_management
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ...files.whole_file import whole_file
 from ...log import log
@@ -22,28 +27,44 @@ from .quantized import BLOCK_SCALED
 
 ROWS, SIDE = 1024, 2048
 """Tokens and widths of the products that are measured: those of an image of 512 pixels."""
+HEADS, MOST_ROWS, LONG_ENOUGH = 16, 16 * ROWS, 0.02
+"""Of the block that is measured: its attention heads, its most tokens, and seconds that tell its speed."""
+Measured = TypeVar("Measured", bool, float)
 
 
 @functools.cache
 def is_faster(format: str, device: torch.device) -> bool:
     """Return whether `device` multiplies weights of an 8-bit `format` faster as they are stored.
 
-    The answer for a device and version of PyTorch stays in the cache folder. Block-scaled formats are faster
-    where comfy-kitchen says that the device has them.
+    Block-scaled formats are faster where comfy-kitchen says that the device has them.
     """
     if format not in FORMATS:
         layout = next(layout for layout, name in BLOCK_SCALED.items() if name == format)
         return multiplies_fast(layout)
     if refusal(format, device):
         return False
+    return _remember(format, device, bool, lambda: _measure(format, device))
+
+
+@functools.cache
+def operations_a_second(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the floating-point operations a second that both passes of a transformer's block reach, with
+    frozen weights; `StepEstimate.flops` counts the same ones.
+    """
+    return _remember(f"a block in {dtype}", device, float, lambda: _measure_block(dtype, device))
+
+
+def _remember(
+    what: str, device: torch.device, kind: type[Measured], measure: Callable[[], Measured]
+) -> Measured:
     file = paths.cache_folder() / "products.json"
     name = comfy.model_management.get_torch_device_name(device)
-    key = f"{format}, {name}, torch {torch.__version__}"
-    known: dict[str, bool] = {}
+    key = f"{what}, {name}, torch {torch.__version__}"
+    known: dict[str, Measured] = {}
     with suppress(OSError, ValueError, TypeError):
         known = dict(json.loads(file.read_text(encoding="utf-8")))
-    if not isinstance(known.get(key), bool):
-        known[key] = _measure(format, device)
+    if not isinstance(known.get(key), kind):
+        known[key] = measure()
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(file) as temporary:
@@ -71,6 +92,35 @@ def _measure(format: str, device: torch.device) -> bool:
         x @ weight.dequantize(dtype)
 
     return _seconds(multiply_as_stored, device) < _seconds(multiply_whole, device)
+
+
+@torch.enable_grad()
+def _measure_block(dtype: torch.dtype, device: torch.device) -> float:
+    """Time a block on more and more tokens, until that takes long enough."""
+    with torch.inference_mode(False):
+        block = nn.TransformerEncoderLayer(
+            SIDE // 2,
+            HEADS,
+            2 * SIDE,
+            0.0,
+            "gelu",
+            batch_first=True,
+            norm_first=True,
+            device=device,
+            dtype=dtype,
+        ).requires_grad_(False)
+        rows, seconds = ROWS // 16, 0.0
+        while seconds < LONG_ENOUGH and rows < MOST_ROWS:
+            rows *= 4
+            x = torch.randn(1, rows, SIDE // 2, device=device, dtype=dtype, requires_grad=True)
+
+            def compute(x: torch.Tensor = x) -> None:
+                block(x).sum().backward()
+
+            seconds = _seconds(compute, device)
+        with FlopCounterMode(display=False) as counter:
+            compute()
+    return float(counter.get_total_flops() / seconds)
 
 
 def _seconds(compute: Callable[[], None], device: torch.device) -> float:

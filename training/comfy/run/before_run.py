@@ -6,13 +6,14 @@ Memory is estimated as `graft plan` does, from the outline of the base's file; n
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import Any
 
 import comfy.model_management
@@ -21,33 +22,48 @@ import nodes
 
 from ...adapters.select import select
 from ...config import AdapterConfig, CheckpointConfig, MemoryConfig, TrainConfig
-from ...data.folder import find_images
-from ...data.roots import resolve_dataset
-from ...memory.plan import RESERVE, adapter_bytes, candidates, count_trained, gib, make_estimator
+from ...memory.plan import (
+    GIB,
+    adapter_bytes,
+    candidates,
+    count_trained,
+    estimate_fastest,
+    gib,
+    make_estimator,
+)
+from ...memory.plan_table import BANDWIDTH
+from ...memory.precision import DTYPES
 from ...optimizer.build import row_of
-from ...run.run_log import read_entries
+from ...run.run_log import clock, read_entries
 from ...run.saved_state import read_object
 from ...user_error import UserError
 from .. import paths
+from ..dataset.in_graph import count_showings
+from ..model.device import supported_dtypes, usable_bytes
 from ..model.outline import outline, outlined_batch
+from ..model.product_speed import operations_a_second
 from .chart_run import TRAIN_STEPS, chart_runs
 from .notes import model_file
 
-LOAD_DATASET, SAVE_LORA = "GraftLoadDataset", "GraftSaveLora"
+SAVE_LORA = "GraftSaveLora"
 MEASURED = 50
 """Steps of the last run that tell how long a step takes."""
 DIFFERENCES = ("full",)
 """Methods that take a tenth of the usual learning rate: they train the weights themselves."""
 
+_lock = Lock()
+"""Two requests do not estimate on one outline at once."""
+
 
 def look_ahead_all(graph: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
     """Return {node id: {lines, warnings}} for every Train Steps of a graph in API form."""
     shown = chart_runs(graph, "")
-    return {
-        node_id: look_ahead(graph, node_id, is_new=not shown.get(node_id, {}).get("same"))
-        for node_id, entry in graph.items()
-        if entry.get("class_type") == TRAIN_STEPS
-    }
+    with _lock:
+        return {
+            node_id: look_ahead(graph, node_id, is_new=not shown.get(node_id, {}).get("same"))
+            for node_id, entry in graph.items()
+            if entry.get("class_type") == TRAIN_STEPS
+        }
 
 
 def look_ahead(graph: Mapping[str, Any], node_id: str, *, is_new: bool) -> dict[str, list[str]]:
@@ -59,19 +75,30 @@ def look_ahead(graph: Mapping[str, Any], node_id: str, *, is_new: bool) -> dict[
     inputs = graph[node_id]["inputs"]
     steps, name = int(inputs["steps"]), str(inputs["name"])
     config, saving = _config(graph, inputs)
-    lines, warnings = [], _rate_warnings(config)
+    lines, warnings = [], _rate_warnings(config, float(inputs["learning_rate"]))
     batch = config.batch_size * config.gradient_accumulation
-    images, resolution = _images(graph, inputs)
-    if images:
-        lines.append(f"{steps * batch / images:.3g} epochs of {images} images")
+    resolution, device = 1024, comfy.model_management.get_torch_device()
+    with suppress(UserError, LookupError, ZeroDivisionError):
+        showings, resolution = count_showings(graph, inputs.get("dataset"))
+        lines.append(f"{steps * batch / showings:.3g} epochs of {showings:.0f} images")
     seconds = _seconds_a_step(name, batch)
     if seconds:
-        lines.append(f"about {_clock(steps * seconds)}, at the {seconds:.2g} s a step of the last run")
+        lines.append(f"about {clock(steps * seconds)}, at the {seconds:.2g} s a step of the last run")
     with suppress(UserError, RuntimeError, NotImplementedError, OSError):
         path = paths.listed_file(("checkpoints", "diffusion_models"), model_file(graph, node_id))
-        plan, fits, state, lora = _sizes(path, path.stat().st_mtime, config, resolution or 1024)
-        (lines if fits else warnings).append(plan)
-        disk = (saving.keep + 4) * state + (steps // saving.steps + 1 if saving.steps else 1) * lora
+        denoiser, config, adapted, estimate = _outlined(path, path.stat().st_mtime, config, resolution)
+        budget = round(config.memory.budget_gb * GIB) or usable_bytes(device)
+        found = estimate_fastest(denoiser, config, candidates(config.memory), budget, estimate)
+        if not seconds:
+            flops = operations_a_second(DTYPES[config.memory.dtype], device)
+            seconds = found.seconds(flops, BANDWIDTH, budget) * config.gradient_accumulation
+            lines.append(f"about {clock(steps * seconds)}, at an estimated {seconds:.2g} s a step")
+        if found.fits(budget):
+            lines.append(f"{gib(found.peak)} of {gib(budget)} memory ({found.plan})")
+        else:
+            warnings.append(f"needs {gib(found.peak)} of memory or more; {gib(budget)} are there")
+        files = steps // saving.steps + 1 if saving.steps else 1
+        disk = (saving.keep + 4) * adapter_bytes(adapted, config) + files * 2 * count_trained(adapted, config)
         free = shutil.disk_usage(paths.graft_folder().parent).free
         (lines if disk < free else warnings).append(f"up to {gib(disk)} of disk, {gib(free)} are free")
     if is_new:
@@ -95,7 +122,6 @@ def _config(graph: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[TrainC
         config = replace(
             config, optimizer=chosen.optimizer, ema=chosen.ema, gradient_accumulation=accumulation
         )
-    config = replace(config, optimizer=replace(config.optimizer, lr=float(inputs["learning_rate"])))
     return config, saving.config if saving else CheckpointConfig()
 
 
@@ -108,35 +134,6 @@ def _made_by(graph: Mapping[str, Any], link: Any, kind: str) -> Any:
         values = {name: value for name, value in entry["inputs"].items() if not isinstance(value, list)}
         return nodes.NODE_CLASS_MAPPINGS[kind].execute(**values).args[0]
     return None
-
-
-def _images(graph: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the images of an epoch with their repeats, and the largest resolution; zeros if unknown."""
-    count, largest = 0, 0
-    for values in _sources(graph, inputs.get("dataset")):
-        widgets = {name: value for name, value in values.items() if not isinstance(value, list)}
-        config = nodes.NODE_CLASS_MAPPINGS[LOAD_DATASET].config_of(widgets, {})
-        with suppress(UserError):
-            found = find_images(resolve_dataset(str(values["folder"]), paths.dataset_roots()), config)
-            count += sum(found.samples[i].repeats for i in range(len(found)))
-        largest = max(largest, *config.bucket.resolutions)
-    return count, largest
-
-
-def _sources(graph: Mapping[str, Any], link: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the inputs of every Load Dataset that a wire comes from."""
-    waiting, seen = [link], set()
-    while waiting:
-        link = waiting.pop()
-        node_id = str(link[0]) if isinstance(link, list) and link else ""
-        if node_id in seen or node_id not in graph:
-            continue
-        seen.add(node_id)
-        if graph[node_id]["class_type"] == LOAD_DATASET:
-            yield graph[node_id]["inputs"]
-        elif graph[node_id]["class_type"].startswith("Graft"):
-            given = graph[node_id]["inputs"].items()
-            waiting += [value for name, value in given if name.startswith("dataset")]
 
 
 def _seconds_a_step(name: str, batch: int) -> float:
@@ -160,30 +157,25 @@ def _runs(name: str) -> list[Path]:
     return []
 
 
-@lru_cache(maxsize=32)
-def _sizes(path: Path, changed: float, config: TrainConfig, resolution: int) -> tuple[str, bool, int, int]:
-    """Return a sentence on the memory of a run, whether it fits, and the bytes of a checkpoint and a LoRA."""
+@lru_cache(maxsize=8)
+def _outlined(path: Path, changed: float, config: TrainConfig, resolution: int) -> tuple[Any, ...]:
+    """Return the outline of the base in a file, the settings with its precision, the layers with adapters
+    and an estimator of plans.
+    """
     denoiser = outline(path)
+    if config.memory.dtype == "auto":  # the outline lies on the CPU
+        best, *_ = supported_dtypes(denoiser.model.model_config, comfy.model_management.get_torch_device())
+        dtype: Any = next(name for name, each in DTYPES.items() if each == best)
+        config = replace(config, memory=replace(config.memory, dtype=dtype))
     adapted = select(denoiser.specs, denoiser.family, config.adapter)
-    state, lora = adapter_bytes(adapted, config), 2 * count_trained(adapted, config)
-    estimate = make_estimator(
-        denoiser, adapted, config, outlined_batch(denoiser, config.batch_size, resolution, resolution)
-    )
-    device = comfy.model_management.get_torch_device()
-    total = int(comfy.model_management.get_total_memory(device))
-    budget = round(config.memory.budget_gb * (1 << 30)) or total
-    peaks = []
-    for plan in candidates(config.memory):
-        peaks.append(estimate(plan).peak)
-        if peaks[-1] <= budget * (1 - RESERVE):
-            return f"{gib(peaks[-1])} of {gib(budget)} memory ({plan})", True, state, lora
-    return f"needs {gib(min(peaks))} of memory or more; {gib(budget)} are there", False, state, lora
+    batch = outlined_batch(denoiser, config.batch_size, resolution, resolution)
+    return denoiser, config, adapted, make_estimator(denoiser, adapted, config, batch)
 
 
-def _rate_warnings(config: TrainConfig) -> list[str]:
+def _rate_warnings(config: TrainConfig, rate: float) -> list[str]:
     optimizer = config.optimizer
     most = row_of(optimizer).most_lr / (10 if config.adapter.algorithm in DIFFERENCES else 1)
-    if not 0 < most < optimizer.lr:
+    if not 0 < most < rate:
         return []
     return [f"a learning rate above {most:g} mostly breaks a LoRA ({optimizer.name}); 0.0001 is usual"]
 
@@ -201,8 +193,3 @@ def _replaced(graph: Mapping[str, Any], node_id: str, name: str, steps: int) -> 
     if others := len(_runs(name)):
         found.append(f"{others} other run{'s' * (others > 1)} called {name}: this one goes beside")
     return found
-
-
-def _clock(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
