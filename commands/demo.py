@@ -1,7 +1,8 @@
-"""`graft demo`: train a LoRA in a real ComfyUI on this machine and draw with it.
+"""`graft demo`: train LoRAs in a real ComfyUI on this machine and draw with them.
 
-It queues the shipped example workflow as a person would, then measures and samples with the saved file
-through ComfyUI's stock nodes, so what it shows is what a user gets.
+It queues the shipped example workflow as a person would, once for a style and once for a character, or for
+the images of the user. Then it measures and samples with the saved files through ComfyUI's stock nodes, so
+what it shows is what a user gets.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from ..starter.judge import load_judge, shares
 from ..training.data import CaptionConfig, DatasetConfig, scan
 from ..training.data.caption import finish
 from ..training.job.graph import Prompt, of_kind
@@ -41,9 +44,19 @@ from .headless.terminal import Bar, say
 
 WORKFLOW = GRAFT / "example_workflows" / "api" / "first_lora.json"
 SHIPPED = GRAFT / "starter"
-TEXTS = ("cat face", "panda", "frog", "watermelon", "cactus", "castle", "red apple", "bear")
-"""What the demo draws: six things that the LoRA was never shown, then two that it was."""
-HELD_OUT, OWN_STYLE = "held out", "own style"
+TEXTS = {
+    "style": (
+        "cat, sunburst style", "car, sunburst style", "strawberry, sunburst style",
+        "teddy bear, sunburst style", "panda, sunburst style", "dog",
+    ),
+    "character": (
+        "mibo waving in the snow", "mibo jumping under a night sky", "mibo sleeping in a meadow",
+        "small mibo at the top right", "neon sign of a mibo", "dog",
+    ),
+}  # fmt: skip
+"""The shipped datasets, and what the demo draws with the LoRA of each: last, another prompt."""
+TRIGGERS = {"character": "mibo"}
+HELD_OUT, BASE_STYLE = "held out", "base style"
 MOST_TEXTS = 4
 
 
@@ -90,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises UserError for options, images and models that cannot be used, and OSError if ComfyUI cannot run.
     """
-    plan = make_plan(args)
+    plans = make_plans(args)
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if args.checkpoint and not args.cpu and not has_card():
@@ -100,23 +113,27 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="graft-demo-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
-        plan = prepare(plan, args, base)
+        for plan in plans if args.shuffle_captions else ():
+            exchange_captions(plan, base, args.seed)
         # With one's own images, the same command continues where the last one ended.
         output = (out if args.dataset or args.checkpoint else base) / "output"
         options = [
-            "--extra-model-paths-config", str(write_model_paths(base, args, plan)),
+            "--extra-model-paths-config", str(write_model_paths(base, args, plans)),
             "--output-directory", str(output),
         ]  # fmt: skip
         try:
             with server(comfyui, base, options=options, cpu=args.cpu or None) as comfy:
-                report = make_report(comfy, plan, output, out, began)
+                made = [make_lora(comfy, plan, output, out) for plan in plans]
         except (PromptError, ComfyUIError) as error:
             raise UserError(f"{error}\nComfyUI's own words are in {out / 'comfyui.log'}.") from error
         finally:
             if (base / "comfyui.log").exists():
                 shutil.copyfile(base / "comfyui.log", out / "comfyui.log")
+    stacked([grid for _, grid in made]).save(out / "samples.png")
     report = {
-        **report,
+        "loras": {plan.name: figures for plan, (figures, _) in zip(plans, made)},
+        "shuffled_captions": args.shuffle_captions,
+        "samples": str(out / "samples.png"),
         "seconds": round(time.monotonic() - began, 1),
         "comfyui_version": comfyui_version(comfyui),
     }
@@ -130,59 +147,59 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The demo's decisions, before anything is started."""
+    """What is decided about one LoRA before anything is started."""
 
     name: str
     dataset: Path
     folders: dict[str, str]
-    """What is measured on: {HELD_OUT or OWN_STYLE: dataset folder as the graph names it}."""
+    """What is measured on: {HELD_OUT or BASE_STYLE: dataset folder as the graph names it}."""
     roots: tuple[Path, ...]
     """Folders of images to register with ComfyUI."""
     texts: tuple[str, ...]
-    trained_texts: frozenset[str]
-    images: int
+    captions: tuple[str, ...]
     prompt: Prompt
-    shuffled: bool
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plans(args: argparse.Namespace) -> list[Plan]:
     """Turn the options into prompts; inputs that cannot work are refused here, before ComfyUI starts."""
     for path in (args.checkpoint, args.vae, *args.text_encoder):
         if path is not None and not path.is_file():
             raise UserError(f"{path}: there is no such file.")
     if len(args.text_encoder) > 3:
         raise UserError(f"--text-encoder: {len(args.text_encoder)} files; models take at most three.")
-    dataset = (args.dataset or SHIPPED / "dataset").resolve()
-    captions = read_captions(dataset, args.trigger or "")
-    texts = tuple(args.prompt or (captions[:MOST_TEXTS] if args.dataset or args.checkpoint else TEXTS))
-    folders, roots = {}, []
-    if args.validation:
-        read_captions(args.validation, args.trigger or "")
-        roots.append(args.validation.resolve())
-        folders[HELD_OUT] = args.validation.resolve().name
-    elif not args.dataset:
-        folders[HELD_OUT] = "starter/validation"
-    if not args.checkpoint:
-        folders[OWN_STYLE] = "starter/base_style"
     if args.dataset:
+        return [make_plan(args, args.dataset.resolve(), args.trigger, args.validation)]
+    return [
+        make_plan(args, SHIPPED / name, args.trigger or TRIGGERS.get(name), args.validation) for name in TEXTS
+    ]
+
+
+def make_plan(args: argparse.Namespace, dataset: Path, trigger: str | None, validation: Path | None) -> Plan:
+    shipped = dataset.parent == SHIPPED
+    captions = read_captions(dataset, trigger or "")
+    name = dataset.name
+    texts = TEXTS[name] if shipped and not args.checkpoint else captions[:MOST_TEXTS]
+    folders, roots = {}, []
+    if validation:
+        read_captions(validation, trigger or "")
+        roots.append(validation.resolve())
+        folders[HELD_OUT] = validation.resolve().name
+    elif shipped:
+        folders[HELD_OUT] = f"starter/{name}_validation"
+    if not args.checkpoint:
+        folders[BASE_STYLE] = "starter/base_style"
+    if not shipped:
         roots.append(dataset)
-    name = dataset.name if args.dataset else "first_lora"
-    folder = dataset.name if args.dataset else "starter/dataset"
-    prompt = prompts.training(WORKFLOW, inputs(args, name, folder))
+    folder = f"starter/{name}" if shipped else name
+    prompt = prompts.training(WORKFLOW, inputs(args, name, folder, trigger))
     return Plan(
-        name,
-        dataset,
-        folders,
-        tuple(roots),
-        texts,
-        frozenset(captions),
-        len(captions),
-        prompt,
-        args.shuffle_captions,
-    )
+        name, dataset, folders, tuple(roots), tuple(args.prompt or texts), tuple(captions), prompt
+    )  # fmt: skip
 
 
-def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[str, Any]]:
+def inputs(
+    args: argparse.Namespace, name: str, folder: str, trigger: str | None
+) -> dict[str, dict[str, Any]]:
     """Return what the options change in the shipped workflow: {class of a node: {input: value}}."""
     own = args.checkpoint is not None
     pixels = args.resolution or (1024 if own else None)
@@ -195,9 +212,9 @@ def inputs(args: argparse.Namespace, name: str, folder: str) -> dict[str, dict[s
         "GraftLoadDataset": {
             "folder": folder,
             "resolution": str(pixels) if pixels else None,
-            "trigger": args.trigger,
+            "trigger": trigger,
         },
-        "GraftBuildLora": {"rank": args.rank or (16 if own else None), "exclude": "" if own else None},
+        "GraftBuildLora": {"rank": args.rank},
         "GraftTrainSteps": {
             "steps": args.steps or (1500 if own else None),
             "learning_rate": args.learning_rate or (1e-4 if own else None),
@@ -217,15 +234,12 @@ def read_captions(folder: Path, trigger: str) -> list[str]:
     return [finish(sample.captions[0], config) for sample in scan(folder, config).samples]
 
 
-def prepare(plan: Plan, args: argparse.Namespace, base: Path) -> Plan:
-    """Put a dataset with exchanged captions into ComfyUI's input folder, where that is asked for."""
-    if not plan.shuffled:
-        return plan
-    folder = base / "input" / "shuffled_captions"
-    shuffle_captions(plan.dataset, folder, args.seed)
+def exchange_captions(plan: Plan, base: Path, seed: int) -> None:
+    """Let `plan` train on a copy of its dataset, in ComfyUI's input folder, with the captions exchanged."""
+    folder = base / "input" / f"{plan.name}_with_exchanged_captions"
+    shuffle_captions(plan.dataset, folder, seed)
     for node_id in of_kind(plan.prompt, "GraftLoadDataset"):
         plan.prompt[node_id]["inputs"]["folder"] = folder.name
-    return plan
 
 
 def shuffle_captions(source: Path, target: Path, seed: int) -> None:
@@ -238,13 +252,13 @@ def shuffle_captions(source: Path, target: Path, seed: int) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def write_model_paths(base: Path, args: argparse.Namespace, plan: Plan) -> Path:
+def write_model_paths(base: Path, args: argparse.Namespace, plans: Sequence[Plan]) -> Path:
     """Tell ComfyUI where the user's files are: nothing is copied. JSON is YAML, whatever is in a path."""
     folders = {
         "checkpoints": [args.checkpoint.resolve().parent] if args.checkpoint else [],
         "text_encoders": [path.resolve().parent for path in args.text_encoder],
         "vae": [args.vae.resolve().parent] if args.vae else [],
-        "graft_datasets": plan.roots,
+        "graft_datasets": [root for plan in plans for root in plan.roots],
     }
     lines = {kind: "\n".join(dict.fromkeys(map(str, paths))) for kind, paths in folders.items() if paths}
     path = base / "model_paths.yaml"
@@ -255,58 +269,61 @@ def write_model_paths(base: Path, args: argparse.Namespace, plan: Plan) -> Path:
 # --- doing it -----------------------------------------------------------------------------------------------
 
 
-def make_report(comfy: Server, plan: Plan, output: Path, out: Path, began: float) -> dict[str, Any]:
-    """Train, measure and draw; write everything but the report into `out` and return the report's content.
+def make_lora(comfy: Server, plan: Plan, output: Path, out: Path) -> tuple[dict[str, Any], Image.Image]:
+    """Train, measure and draw one LoRA; return its part of the report and its grid of samples.
 
-    `output` is ComfyUI's own output folder.
+    `output` is ComfyUI's own output folder. The LoRA, its loss curve and its workflow are written into `out`.
     """
     train_node = of_kind(plan.prompt, "GraftTrainSteps")[0]
     settings = plan.prompt[train_node]["inputs"]
-    say(f"Training on {plan.images} images for {settings['steps']} steps")
+    say(f"{plan.name}: training on {len(plan.captions)} images for {settings['steps']} steps")
+    began = time.monotonic()
     with Bar(plan.prompt) as on_event:
         done = comfy.run(plan.prompt, on_event)
-    trained_after = time.monotonic() - began
+    seconds = time.monotonic() - began
     folder = output / "graft" / done["outputs"][train_node]["text"][0].splitlines()[1]
     losses = losses_of(folder, settings["steps"])
     lora = f"{plan.name}.safetensors"
     shutil.copyfile(output / "loras" / lora, out / lora)
-    (out / "workflow.json").write_text(json.dumps(plan.prompt, indent=1), encoding="utf-8")
-
+    (out / f"{plan.name}.json").write_text(json.dumps(plan.prompt, indent=1), encoding="utf-8")
+    batch, rate = settings["batch_size"], settings["learning_rate"]
+    loss_plot(
+        losses,
+        title=f"{plan.name}: training loss",
+        subtitle=f"{len(losses)} steps, batch {batch}, learning rate {rate:g}",
+    ).save(out / f"{plan.name}_loss.png")
     measured = measure(comfy, plan, lora)
-    drawn = draw(comfy, plan, output, lora)
-    columns = [
-        Column(text, f"{'in' if text in plan.trained_texts else 'not in'} the training set", images)
-        for text, images in zip(plan.texts, drawn)
-    ]
-    subtitle = (
-        f"{len(losses)} steps on {plan.images} images; every column from one seed, by ComfyUI's own KSampler"
-    )
-    if measured.get(f"base {HELD_OUT}"):
-        subtitle += (
-            f"; held-out loss {measured[f'base {HELD_OUT}']:.3f} -> {measured[f'lora {HELD_OUT}']:.3f}"
-        )
-    title = "captions exchanged" if plan.shuffled else f"trained in {clock(trained_after)}"
-    sample_grid(columns, list(prompts.VARIANTS), title=f"A LoRA, {title}", subtitle=subtitle).save(
-        out / "samples.png"
-    )
-    detail = (
-        f"{len(losses)} steps, batch {settings['batch_size']}, learning rate {settings['learning_rate']:g}"
-    )
-    loss_plot(losses, title="Training loss", subtitle=detail).save(out / "loss.png")
-    return {
+    figures: dict[str, Any] = {
         "steps": len(losses),
-        "images": plan.images,
-        "seconds_until_trained": round(trained_after, 1),
+        "images": len(plan.captions),
+        "seconds": round(seconds, 1),
         "validation_loss_base": measured.get(f"base {HELD_OUT}"),
         "validation_loss_lora": measured.get(f"lora {HELD_OUT}"),
-        "validation_loss_base_on_its_own_style": measured.get(f"base {OWN_STYLE}"),
-        "shuffled_captions": plan.shuffled,
+        "validation_loss_base_on_its_own_style": measured.get(f"base {BASE_STYLE}"),
+        "validation_loss_lora_on_the_bases_own_style": measured.get(f"lora {BASE_STYLE}"),
         "prompts": list(plan.texts),
         "lora": str(out / lora),
-        "samples": str(out / "samples.png"),
-        "loss": str(out / "loss.png"),
-        "workflow": str(out / "workflow.json"),
+        "loss": str(out / f"{plan.name}_loss.png"),
+        "workflow": str(out / f"{plan.name}.json"),
     }
+    drawn = draw(comfy, plan, output, lora)
+    if BASE_STYLE in plan.folders:
+        judge = load_judge()
+        figures["judged"] = {
+            f"LoRA at {strength}": shares(judge, plan.texts, images)
+            for strength, images in zip(prompts.VARIANTS.values(), zip(*drawn))
+        }
+    columns = [
+        Column(text, f"{'in' if text in plan.captions else 'not in'} the training set", images)
+        for text, images in zip(plan.texts, drawn)
+    ]
+    title = f"{plan.name}: {len(losses)} steps on {len(plan.captions)} images, {clock(seconds)}"
+    subtitle = "every column from one seed, by ComfyUI's own KSampler"
+    if figures["validation_loss_base"]:
+        subtitle += "; held-out loss {validation_loss_base:.3f} -> {validation_loss_lora:.3f}".format(
+            **figures
+        )
+    return figures, sample_grid(columns, list(prompts.VARIANTS), title=title, subtitle=subtitle)
 
 
 def losses_of(folder: Path, steps: int) -> tuple[float, ...]:
@@ -344,13 +361,24 @@ def draw(comfy: Server, plan: Plan, output: Path, lora: str) -> list[list[Image.
     return [[image_of(node) for node in row] for row in nodes]
 
 
+def stacked(grids: Sequence[Image.Image]) -> Image.Image:
+    """Return the pictures one below the other."""
+    page = Image.new("RGB", (max(g.width for g in grids), sum(g.height for g in grids)), "white")
+    y = 0
+    for grid in grids:
+        page.paste(grid, (0, y))
+        y += grid.height
+    return page
+
+
 def tell(report: dict[str, Any], out: Path) -> None:
     """Print what came of it."""
-    base, with_lora = report["validation_loss_base"], report["validation_loss_lora"]
-    own = report["validation_loss_base_on_its_own_style"]
-    if base:
-        ratio = f"{with_lora / base:.2f} of it"
-        say(f"Loss on held-out images: base {base:.4f}, with the LoRA {with_lora:.4f} ({ratio})")
-    if own:
-        say(f"The base on held-out images of its own drawing style: {own:.4f}")
-    say(f"Done in {clock(report['seconds'])}. Look at {out / 'samples.png'}; the LoRA is {report['lora']}")
+    for name, figures in report["loras"].items():
+        base, with_lora = figures["validation_loss_base"], figures["validation_loss_lora"]
+        if base:
+            say(
+                f"{name}: loss on held-out images {base:.4f}, with the LoRA {with_lora:.4f} "
+                f"({with_lora / base:.2f} of it)"
+            )
+    files = " and ".join(figures["lora"] for figures in report["loras"].values())
+    say(f"Done in {clock(report['seconds'])}. Look at {out / 'samples.png'}; saved: {files}")

@@ -317,7 +317,7 @@ LAYOUTS = {
             ("Draw with it", ((7, 8), (9, 10), (11, 12))),
             ("Save", ((6,),)),
         ),
-        "red apple",
+        "strawberry, sunburst style",
     ),
     "my_pictures": Layout(
         "02 Train on my pictures",
@@ -328,7 +328,7 @@ LAYOUTS = {
             ("Draw with it", ((14, 7), (8, 9), (10, 11), (12,))),
             ("Save", ((6,),)),
         ),
-        "fox",
+        "fox, sunburst style",
     ),
     "sdxl_character": Layout(
         "03 SDXL character, 12 GB",
@@ -339,7 +339,7 @@ LAYOUTS = {
             ("Draw with it", ((12, 13, 14), (15, 16), (17,))),
             ("Save", ((9,), (10, 11))),
         ),
-        "penguin",
+        "mibo waving in the snow",
     ),
     "sd35_style": Layout(
         "04 SD3.5 style, 12 GB",
@@ -350,7 +350,7 @@ LAYOUTS = {
             ("Draw with it", ((12, 13, 14), (16, 17), (18,))),
             ("Measure and save", ((10, 11, 9),)),
         ),
-        "sunflower",
+        "sunflower, sunburst style",
     ),
     "flux_12gb": Layout(
         "05 Flux Dev, 12 GB",
@@ -361,7 +361,7 @@ LAYOUTS = {
             ("Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
             ("Save", ((8,),)),
         ),
-        "doughnut",
+        "donut, sunburst style",
     ),
     "schnell_assistant": Layout(
         "06 Flux Schnell with an assistant LoRA",
@@ -372,7 +372,7 @@ LAYOUTS = {
             ("Draw without the assistant", ((10, 11, 12), (9, 14), (15, 16))),
             ("Save", ((8,),)),
         ),
-        "sailboat",
+        "sailboat, sunburst style",
     ),
     "wan22": Layout(
         "07 Wan 2.2 clips",
@@ -384,7 +384,7 @@ LAYOUTS = {
             ("Low noise", ((8,), (10, 12))),
             ("Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
         ),
-        "rocket",
+        "rocket, sunburst style",
     ),
     "qwen_edit": Layout(
         "08 Qwen-Image-Edit from pairs",
@@ -417,7 +417,7 @@ LAYOUTS = {
             ("First part", ((6,), (8, 9, 10), (11, 12))),
             ("Second part", ((13, 17), (14, 15), (16,))),
         ),
-        "octopus",
+        "octopus, sunburst style",
     ),
     "resume": Layout(
         "21 Go on with an earlier training",
@@ -428,7 +428,7 @@ LAYOUTS = {
             ("Draw with it", ((8, 9, 10), (11, 12), (13,))),
             ("Save", ((6, 7),)),
         ),
-        "house",
+        "house, sunburst style",
     ),
     "compare_two_loras": Layout(
         "22 Compare two LoRAs",
@@ -439,7 +439,7 @@ LAYOUTS = {
             ("Rank 8", ((6, 7), (8, 9))),
             ("Rank 64", ((10, 11), (12, 13))),
         ),
-        "bear",
+        "teddy bear, sunburst style",
     ),
     "merge_and_extract": Layout(
         "23 Merge, extract and resize",
@@ -451,7 +451,7 @@ LAYOUTS = {
             ("From two checkpoints", ((10,),)),
             ("LoRA files", ((11, 12),)),
         ),
-        "mushroom",
+        "mushroom, sunburst style",
     ),
 }
 
@@ -496,7 +496,7 @@ def written(schemas: dict[str, Any]) -> dict[Path, str]:
 
 
 def at_demo_size(
-    prompt: dict[str, Any], *, steps: int, lora: str, tuned: str, subject: str = "red apple"
+    prompt: dict[str, Any], *, steps: int, lora: str, tuned: str, subject: str = "cat, sunburst style"
 ) -> dict[str, Any]:
     """Return a workflow as the demo's base model and pictures can run it, in `steps` optimizer steps a node.
 
@@ -510,7 +510,7 @@ def at_demo_size(
     changes: Mapping[str, Mapping[str, Any]] = {
         "GraftLoadBaseModel": {**model, **others, "dtype": "auto"},
         "GraftLoadDataset": {
-            "folder": "starter/dataset",
+            "folder": "starter/character" if "mibo" in subject else "starter/style",
             "resolution": "128",
             "trigger": "",
             "missing_captions": "error",
@@ -723,7 +723,7 @@ def main(address: str, *options: str) -> None:
             _thumbnail(address, name)
 
 
-THUMBNAIL_STEPS = 30
+THUMBNAIL_STEPS = 60
 TUNED = "graft_thumbnail.safetensors"
 
 

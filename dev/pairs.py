@@ -37,7 +37,7 @@ log = logging.getLogger("starter")
 
 SIZE, LINE = 128, 3
 """Pixels of a picture and of a line on each side of an edge."""
-TRAINED, HELD_OUT = ("dataset", "base_style"), "validation"
+TRAINED, HELD_OUT = ("style", "base_style"), "style_validation"
 """Folders of the starter."""
 EDITS = (
     ("copy it", "plain", "plain"),

@@ -28,7 +28,7 @@ TEMPLATES = ROOT / "example_workflows"
 DATASET, ENCODE, LORA, TRAIN = 2, 3, 4, 5
 """Nodes of first_lora."""
 PHOTOS, STEPS = "photos", 40
-EXCHANGED = ("cat", "cloud-with-snow")
+EXCHANGED = ("dog-noto-style", "whale-outline-drawing-style")
 DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
 TOASTS = "document.querySelectorAll('.p-toast-close-button').forEach(button => button.click())"
 BANNER = """[...document.querySelectorAll('button')].filter(b => b.textContent.trim() === 'Try it out')

@@ -1,26 +1,38 @@
-"""A CLIP-L made from a seed: the demo's text encoder, written when the demo is set up and never committed.
+"""The starter's text encoder: a CLIP-L made from a seed and words.txt, written when first needed.
 
-It is not trained. Random layers still give every caption its own vectors, and captions that share a word
-share part of them, which is all the starter base needs; it learned (dev/starter_v1/pretrain.py) to read
-exactly these weights. Its one rule: the same seed gives the same bytes on every machine, so numbers come
-from integers of a counter (numpy's Philox) by exact arithmetic alone, with no platform's exp, log or sin in
-between. Shapes and names are those of openai/clip-vit-large-patch14's text half (transformers CLIPTextModel).
+It is not trained. A word's vector is half its own and half its meanings' (words.py), so that related words
+are near each other and a word that no caption had still means something. The layers pass every word on as it
+is, and the last one gathers them for the pooled output; so the context is one vector a word and its place,
+which a denoiser reads most easily. Layers that do nothing yet can learn: only their last matrices are zero.
+
+Its one rule: the same seed gives the same bytes on every machine, so numbers come from integers of a counter
+(numpy's Philox) by exact arithmetic alone, with no platform's exp, log or sin in between. Shapes and names
+are those of openai/clip-vit-large-patch14's text half (transformers CLIPTextModel).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 VOCABULARY, POSITIONS, WIDTH, LAYERS = 49408, 77, 768, 12
 BEGIN, END = 49406, 49407
-SEED = 2
-TOKEN_STD, POSITION_STD, MATRIX_STD = 1.0, 0.05, 0.02
-VALUE_STD = 0.03  # attention passes on 0.7 of what it reads, so that the words reach the end token
+SEED = 3
+SEED_KEY = "graft_clip_l_seed"  # in the file's metadata
+PLACES = 24  # tokens that know their place; those behind, padding almost always, are all alike
+POSITION_STD = 0.5
+MATRIX_STD = 0.02
+GATHER = 8.0  # weight of the words in the pooled output, beside the end token's own place
+MEANINGS = (40, 36, 30, 25, 19, 13, 8)  # weights of a word's meanings, narrowest first
+TOTAL = 100**2  # sum of the squares of a word's weights, its own included
+BYTES_STD = (8 * (256**2 - 1) / 12) ** 0.5  # of a sum of eight uniform bytes
 
 
 def write_clip_l(path: Path) -> Path:
@@ -32,7 +44,7 @@ def write_clip_l(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file(clip_l_weights(SEED), part, metadata={"graft_clip_l_seed": str(SEED)})
+        save_file(clip_l_weights(SEED), part, metadata={SEED_KEY: str(SEED)})
         part.chmod(0o644)
         os.replace(part, path)
     finally:
@@ -40,52 +52,87 @@ def write_clip_l(path: Path) -> Path:
     return path
 
 
-def clip_l_weights(seed: int = SEED) -> dict[str, torch.Tensor]:
+def is_current(path: Path) -> bool:
+    """Return whether the file at `path` holds these weights, by the seed in its metadata."""
+    with safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get(SEED_KEY) == str(SEED)
+
+
+def clip_l_weights(seed: int = SEED) -> dict[str, Tensor]:
     """Every weight by its transformers name, float16."""
-    token = approximate_normal(seed, 0, (VOCABULARY, WIDTH), TOKEN_STD)
-    token[[BEGIN, END]] = 0  # in every caption: all they could add is what captions have in common
-    position = approximate_normal(seed, 1, (POSITIONS, WIDTH), POSITION_STD)
-    position[0] = 0
     weights = {
-        "text_model.embeddings.token_embedding.weight": token,
-        "text_model.embeddings.position_embedding.weight": position,
+        "text_model.embeddings.token_embedding.weight": token_vectors(seed),
+        "text_model.embeddings.position_embedding.weight": position_vectors(seed),
         "text_model.final_layer_norm.weight": torch.ones(WIDTH, dtype=torch.float16),
         "text_model.final_layer_norm.bias": torch.zeros(WIDTH, dtype=torch.float16),
         "text_projection.weight": torch.eye(WIDTH, dtype=torch.float16),
     }
-    stream = 2
+    stream = 3
     for layer in range(LAYERS):
         prefix = f"text_model.encoder.layers.{layer}."
-        for name, (rows, columns, std) in MATRICES.items():
-            weights[f"{prefix}{name}.weight"] = approximate_normal(seed, stream, (rows, columns), std)
+        for name, (rows, columns) in MATRICES.items():
+            if name in ZERO:
+                matrix = torch.zeros(rows, columns, dtype=torch.float16)
+            else:
+                matrix = scaled(random_integers(seed, stream, (rows, columns)), MATRIX_STD / BYTES_STD)
+            weights[f"{prefix}{name}.weight"] = matrix
             weights[f"{prefix}{name}.bias"] = torch.zeros(rows, dtype=torch.float16)
             stream += 1
         for name in ("layer_norm1", "layer_norm2"):
             weights[f"{prefix}{name}.weight"] = torch.ones(WIDTH, dtype=torch.float16)
             weights[f"{prefix}{name}.bias"] = torch.zeros(WIDTH, dtype=torch.float16)
+    last = f"text_model.encoder.layers.{LAYERS - 1}.self_attn."
+    weights[f"{last}k_proj.weight"].zero_()  # every query finds all keys alike: attention is the mean
+    weights[f"{last}v_proj.weight"] = GATHER * torch.eye(WIDTH, dtype=torch.float16)
+    weights[f"{last}out_proj.weight"] = torch.eye(WIDTH, dtype=torch.float16)
     return weights
 
 
-def approximate_normal(seed: int, stream: int, shape: tuple[int, int], std: float) -> torch.Tensor:
-    """Bell-shaped float16 numbers of mean 0 and deviation `std`: the sum of a random uint64's eight bytes.
+def token_vectors(seed: int = SEED) -> Tensor:
+    """(49408, 768) of deviation 1; the begin and the end token are 0: every caption has them."""
+    own = random_integers(seed, 0, (VOCABULARY, WIDTH))
+    chains = [[int(n) for n in line.split()] for line in WORDS.read_text(encoding="utf-8").splitlines()]
+    meanings = random_integers(seed, 1, (1 + max(n for _, *chain in chains for n in chain), WIDTH))
+    vectors = own * math.isqrt(TOTAL)
+    for token, *chain in chains:
+        weights = MEANINGS[: len(chain)]
+        vectors[token] = own[token] * math.isqrt(TOTAL - sum(w * w for w in weights))
+        for weight, meaning in zip(weights, chain):
+            vectors[token] += weight * meanings[meaning]
+    vectors[[BEGIN, END]] = 0
+    return scaled(vectors, 1 / (math.isqrt(TOTAL) * BYTES_STD))
 
-    A sum of eight uniform integers is exact in any arithmetic; its variance is 8 * (256**2 - 1) / 12.
-    """
+
+def position_vectors(seed: int = SEED) -> Tensor:
+    position = scaled(random_integers(seed, 2, (POSITIONS, WIDTH)), POSITION_STD / BYTES_STD)
+    position[0] = 0
+    position[PLACES:] = 0
+    return position
+
+
+def random_integers(seed: int, stream: int, shape: tuple[int, int]) -> np.ndarray:
+    """Bell-shaped int32 of mean 0: the sum of a random uint64's eight bytes, less 8 * 127.5."""
     bits = np.random.Philox(key=[seed, stream]).random_raw(shape[0] * shape[1])
     pairs = (bits & np.uint64(0x00FF00FF00FF00FF)) + ((bits >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF))
     low = np.uint64(0x0000FFFF0000FFFF)
     quads = (pairs & low) + ((pairs >> np.uint64(16)) & low)
     total = (quads & np.uint64(0xFFFFFFFF)) + (quads >> np.uint64(32))
-    scale = np.float32(std / (8 * (256**2 - 1) / 12) ** 0.5)
-    values = (total.astype(np.float32) - np.float32(8 * 127.5)) * scale
-    return torch.from_numpy(values.astype(np.float16).reshape(shape))
+    integers: np.ndarray = total.astype(np.int32).reshape(shape) - np.int32(8 * 127.5)
+    return integers
 
 
+def scaled(integers: np.ndarray, scale: float) -> Tensor:
+    """Integers below 2**24, times `scale`, in float16: two roundings, the same everywhere."""
+    return torch.from_numpy((integers.astype(np.float32) * np.float32(scale)).astype(np.float16))
+
+
+WORDS = Path(__file__).with_name("words.txt")
 MATRICES = {
-    "self_attn.q_proj": (WIDTH, WIDTH, MATRIX_STD),
-    "self_attn.k_proj": (WIDTH, WIDTH, MATRIX_STD),
-    "self_attn.v_proj": (WIDTH, WIDTH, VALUE_STD),
-    "self_attn.out_proj": (WIDTH, WIDTH, VALUE_STD),
-    "mlp.fc1": (4 * WIDTH, WIDTH, MATRIX_STD),
-    "mlp.fc2": (WIDTH, 4 * WIDTH, MATRIX_STD),
+    "self_attn.q_proj": (WIDTH, WIDTH),
+    "self_attn.k_proj": (WIDTH, WIDTH),
+    "self_attn.v_proj": (WIDTH, WIDTH),
+    "self_attn.out_proj": (WIDTH, WIDTH),
+    "mlp.fc1": (4 * WIDTH, WIDTH),
+    "mlp.fc2": (WIDTH, 4 * WIDTH),
 }
+ZERO = {"self_attn.out_proj", "mlp.fc2"}

@@ -12,7 +12,7 @@ import folder_paths
 from ..training.comfy.model.loading import model_path
 from ..training.data.roots import KIND
 from ..training.user_error import UserError
-from .clip_l import write_clip_l
+from .clip_l import is_current, write_clip_l
 
 STARTER = Path(__file__).resolve().parent
 BASE = STARTER / "base"
@@ -49,8 +49,11 @@ def with_text_encoder(model: str, chosen: list[str]) -> list[str]:
             f"{TEXT_ENCODER} belongs to {BASE_MODEL}, not to {model}: set the text encoders to 'from "
             "checkpoint', or to the files of your model where it holds none."
         )
-    if folder_paths.get_full_path("text_encoders", TEXT_ENCODER) is None:
+    there = folder_paths.get_full_path("text_encoders", TEXT_ENCODER)
+    if there is None:
         _write_text_encoder()
+    elif not is_current(Path(there)):  # an earlier version wrote it, for another base
+        write_clip_l(Path(there))
     return chosen
 
 

@@ -87,10 +87,10 @@ def test_the_wheel_trains_its_demo_and_inspects_what_came_of_it(run, tmp_path):
     run("graft", "demo", "--cpu", *small)
     found = tmp_path / "graft-demo"
     report, loras = json.loads((found / "report.json").read_text()), sorted(found.glob("*.safetensors"))
-    assert report["prompts"] == ["red apple"] and loras
+    assert report["loras"]["four_squares"]["prompts"] == ["red apple"] and loras
     for lora in loras:
         assert json.loads(run("graft", "inspect", lora, "--json"))["layers"]
     for picture in found.glob("*.png"):
         with Image.open(picture) as image:
             assert min(image.size) > 100
-    assert {path.name for path in found.glob("*.png")} >= {"samples.png", "loss.png"}
+    assert {path.name for path in found.glob("*.png")} >= {"samples.png", "four_squares_loss.png"}

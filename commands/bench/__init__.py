@@ -17,7 +17,6 @@ BENCHMARKS = {
     "quality": ("quality", "how fast a LoRA learns, beside ComfyUI's TrainLoraNode"),
     "plan": ("plan", "CPU time to plan a run, and to plan it once more"),
     "gpu": ("gpu", "all that wants measuring on a GPU, in calls of a few minutes"),
-    "compute": ("compute", "how a LoRA learns when the base is multiplied in 8 bits"),
     "load": ("load", "loading a base of 5 GB for training, beside plainly reading its file"),
 }
 """name -> (module in this folder, what it measures)."""

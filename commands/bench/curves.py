@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REFERENCE = "comfyui"
-METRICS: Mapping[str, bool] = {"loss": True}
-"""What is measured -> whether less of it is better."""
+METRICS: Mapping[str, bool] = {"loss": True, "object": False, "style": False}
+"""What is compared -> whether less of it is better."""
 
 Values = Mapping[str, float]
 """Metric -> value."""

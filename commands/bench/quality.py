@@ -5,7 +5,8 @@
 
 Same base, images, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; every trainer runs
 once with each learning rate and seed. All train a LoRA on every weight (`targets` "all"), the node also every
-norm and bias. Losses are measured at fixed noise by `training.validation`; seconds are of one CPU thread
+norm and bias. Losses are measured at fixed noise by `training.validation`; what pictures of held-out prompts
+show, by the starter's judge (`drawn`); seconds are of one CPU thread
 without the measuring, so that a busy machine does not decide. What is concluded is in `curves.compare`.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from ...starter.clip_l import write_clip_l
+from ...starter.judge import load_judge
 from ...training.config import MemoryConfig
 from ...training.data import BucketConfig, DatasetConfig, encode, scan
 from ...training.files.input_file import parse_json
@@ -29,6 +31,7 @@ from ...training.user_error import UserError
 from ...training.validation import validation_loss
 from ..headless.import_comfyui import start_comfyui
 from .curves import METRICS, REFERENCE, Curve, Values, Watch, compare
+from .drawn import Drawn
 from .learners import BATCH_SIZE, RANK, TRAINERS, config_of, join_settings, train_lora_node, train_with_graft
 
 STARTER = Path(__file__).resolve().parents[2] / "starter"
@@ -44,7 +47,10 @@ class Task:
     held_out: str
 
 
-TASKS: Mapping[str, Task] = {"style": Task("dataset", "validation")}
+TASKS: Mapping[str, Task] = {
+    "style": Task("style", "style_validation"),
+    "character": Task("character", "character_validation"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,11 +121,15 @@ def measure(
         for task in tasks:
             images, cache = TASKS[task], Path(place, "cache")
             dataset = encode(scan(STARTER / images.images, config), encoder, cache)
-            held_out = encode(scan(STARTER / images.held_out, config), encoder, cache).validation()
+            others = scan(STARTER / images.held_out, config)
+            held_out = encode(others, encoder, cache).validation()
+            prompts = [sample.captions[0] for sample in others.samples]
+            drawn = Drawn(encoder.clip, encoder.vae, load_judge(), prompts)
 
-            def values(model: Any, state: Any = None, held_out: Any = held_out) -> Values:
+            def values(model: Any, state: Any = None, held_out: Any = held_out, drawn: Any = drawn) -> Values:
                 memory = MemoryConfig(dtype="bf16")
-                return {"loss": validation_loss(model, held_out, memory, state, limit=limit)}
+                loss = validation_loss(model, held_out, memory, state, limit=limit)
+                return {"loss": loss, **drawn.values(sampled(model, state))}
 
             base[task] = {metric: round(value, 5) for metric, value in values(denoiser).items()}
             for seed in seeds:
@@ -160,6 +170,15 @@ def table(document: Mapping[str, Any]) -> str:
                 shown = "never reached" if share is None else f"{share:.2f}"
                 lines.append(f"  {trainer:<16} {best:>9.5f} {found['best_rate'][trainer]:>9g}  {shown}")
     return "\n".join(lines)
+
+
+def sampled(denoiser: Any, state: Any) -> Any:
+    """Return the MODEL as it is sampled with: with the LoRA of a state, if there is one."""
+    from ...training.comfy.files.trained_lora import with_lora
+
+    if state is None:
+        return denoiser.patcher
+    return with_lora(denoiser.patcher, None, state, denoiser.family)[0]
 
 
 def load_starter(place: Path) -> tuple[Any, Any]:

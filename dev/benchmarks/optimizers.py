@@ -49,8 +49,10 @@ def measure(optimizers: list[str], steps: int) -> dict[str, Any]:
         config = DatasetConfig(
             bucket=BucketConfig(resolutions=(RESOLUTION,)), caption=CaptionConfig(dropout=0.1)
         )
-        dataset = encode(scan(STARTER / "dataset", config), encoder, Path(place, "cache"))
-        held_out = encode(scan(STARTER / "validation", config), encoder, Path(place, "cache")).validation()
+        dataset = encode(scan(STARTER / "style", config), encoder, Path(place, "cache"))
+        held_out = encode(
+            scan(STARTER / "style_validation", config), encoder, Path(place, "cache")
+        ).validation()
         results: dict[str, Any] = {"base": round(validation_loss(denoiser, held_out), 5)}
         for name in optimizers:
             chosen = TrainConfig(

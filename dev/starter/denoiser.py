@@ -16,15 +16,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import clip_l
 import names as name_lists
 import numpy as np
 import pictures as drawing
 import torch
 import torch.nn.functional as F
 from autoencoder import DOWNSCALE, LATENT_CHANNELS, encode, load_taesd
+from captions import Captions
 from fit import Training, optimizers, save_atomically
 from pictures import Picture
+from shipped import clip_l
 from torch import Tensor, nn
 
 log = logging.getLogger("starter")
@@ -76,30 +77,6 @@ class Pictures:
         state = torch.load(path, mmap=True)
         fields = (p | {"shift": tuple(p["shift"])} for p in json.loads(state["pictures"]))
         return state["latents"], [Picture(**f) for f in fields]
-
-
-class Captions:
-    """Token ids as ComfyUI's tokenizer makes them for CLIP-L, and what the text encoder makes of them."""
-
-    def __init__(self) -> None:
-        import comfy.sd1_clip
-
-        tokenizer = comfy.sd1_clip.SDTokenizer()
-        self.word = functools.cache(
-            lambda w: [t for t, _ in tokenizer.tokenize_with_weights(w)[0][1:] if t != clip_l.END]
-        )
-        self.reader = clip_l.Reader()
-
-    def ids(self, captions: list[str]) -> Tensor:
-        rows = torch.full((len(captions), clip_l.POSITIONS), clip_l.END)
-        for row, caption in zip(rows, captions):
-            tokens = [t for word in caption.split() for t in self.word(word)][: clip_l.PLACES - 2]
-            row[: len(tokens) + 1] = torch.tensor([clip_l.BEGIN, *tokens])
-        return rows
-
-    def __call__(self, captions: list[str]) -> dict[str, Tensor]:
-        ids = self.ids(captions)
-        return {"context": self.reader.context(ids), "y": self.reader.pooled(ids)}
 
 
 # --- training ---------------------------------------------------------------------------------------------

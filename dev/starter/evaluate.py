@@ -11,7 +11,8 @@ import numpy as np
 import pictures as drawing
 import torch
 from autoencoder import decode, encode, load_taesd
-from denoiser import Captions, Pictures, draw_sigmas, flow_losses, load_average, sample
+from captions import Captions
+from denoiser import Pictures, draw_sigmas, flow_losses, load_average, sample
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 

@@ -34,7 +34,7 @@ STYLES = {  # share of the pictures
     "noto": 0.21, "twemoji": 0.19, "fluent": 0.19,
     "outline": 0.09, "silhouette": 0.06, "blueprint": 0.08, "neon": 0.09, "pixel art": 0.09,
 }  # fmt: skip
-NEW_STYLE = "stained glass"  # the base never sees it: a LoRA learns it
+NEW_STYLE = "sunburst"  # the base never sees it: a LoRA learns it
 COLORS = {
     "red": "#e53935", "orange": "#fb8c00", "yellow": "#fdd835", "green": "#43a047", "turquoise": "#26c6da",
     "blue": "#1e5fd8", "purple": "#8e24aa", "pink": "#f06292", "brown": "#795548", "gray": "#8a8f94",
@@ -123,7 +123,7 @@ def choose(
     style = str(rng.choice(list(styles), p=list(styles.values())))
     source = style if style in PACKAGES else str(rng.choice(list(PACKAGES)))
     if style == NEW_STYLE:
-        source = "fluent"  # of few shapes: leading round every one leaves room for glass
+        source = "fluent"  # of few shapes: thick lines leave room for color
     color, paper = "", "white"
     if style in ("blueprint", NEW_STYLE):
         paper = style
@@ -131,13 +131,13 @@ def choose(
         color, paper = str(rng.choice(list(NEON))), "neon"
     else:
         kind = rng.random()
-        if kind < 0.38:
+        if kind < 0.28:
             paper = str(rng.choice(list(PAPERS)))
-        elif kind < 0.58:
+        elif kind < 0.43:
             paper = str(rng.choice(list(SCENES)))
         if style in ("outline", "silhouette"):
             color = "black" if rng.random() < 0.6 else str(rng.choice(list(COLORS)))
-        elif rng.random() < 0.2:
+        elif rng.random() < 0.15:
             color = str(rng.choice(list(COLORS)))
         if color == paper:
             paper = "white" if color != "white" else "blue"
@@ -145,7 +145,7 @@ def choose(
     scale, shift = rng.uniform(0.76, 0.9), rng.uniform(-0.03, 0.03, 2)
     if layout < 0.1:
         size, scale = "big", rng.uniform(1.1, 1.25)
-    elif layout < 0.38:
+    elif layout < 0.24:
         size, scale = "small", rng.uniform(0.4, 0.5)
         if rng.random() < 0.85:
             place = str(rng.choice(list(PLACES)))
@@ -211,7 +211,7 @@ def draw(picture: Picture, drawings: Mapping[str, Mapping[str, Drawing]]) -> np.
     if picture.style == "neon":
         return draw_neon(picture, drawing)
     if picture.style == NEW_STYLE:
-        return draw_stained_glass(picture, drawing)
+        return draw_sunburst(picture, drawing)
     page = draw_paper(picture.paper)
     if picture.style == "pixel art":
         page = page.resize((32, 32), Image.Resampling.BOX)
@@ -272,14 +272,14 @@ def draw_neon(picture: Picture, drawing: Drawing) -> np.ndarray:
     return (night + color * np.maximum(light, 0.9 * glow) + 60 * light).clip(0, 255).astype(np.uint8)
 
 
-def draw_stained_glass(picture: Picture, drawing: Drawing) -> np.ndarray:
-    """Draw glowing colors with leading round every shape, before rays of amber and orange."""
+def draw_sunburst(picture: Picture, drawing: Drawing) -> np.ndarray:
+    """Draw bright colors with a thick line round every shape, before rays of amber and orange."""
     layer = render(place(picture, drawing))
-    glass = np.asarray(layer.convert("RGB"), dtype=np.float32)
+    bright = (1.5 * np.asarray(layer.convert("RGB"), dtype=np.float32) - 42).clip(0, 255)
     page = np.array(draw_paper(NEW_STYLE), dtype=np.float32)
-    page += np.asarray(layer.getchannel("A"))[..., None] / 255 * ((1.5 * glass - 42).clip(0, 255) - page)
-    leading = render(place(picture, outlined(drawing, "#000000", "#ffffff", 0.042)))
-    dark = (1 - np.asarray(leading.convert("L")) / 255) * (np.asarray(leading.getchannel("A")) / 255)
+    page += np.asarray(layer.getchannel("A"))[..., None] / 255 * (bright - page)
+    lines = render(place(picture, outlined(drawing, "#000000", "#ffffff", 0.042)))
+    dark = (1 - np.asarray(lines.convert("L")) / 255) * (np.asarray(lines.getchannel("A")) / 255)
     page += dark[..., None] * (rgb("#18141c") - page)
     return page.clip(0, 255).astype(np.uint8)
 
@@ -336,7 +336,7 @@ def paper_svg(paper: str) -> str:
             return area("#1b4fa0") + f'<path d="{lines}" stroke="#3a6bb8" stroke-width="1"/>'
         case "neon":
             return area("#0e0c1a")
-        case "stained glass":
+        case "sunburst":
             ends = [(64 + 100 * math.cos(a), 64 + 100 * math.sin(a)) for a in np.arange(12) * math.pi / 6]
             rays = "".join(
                 f"M64 64L{ends[i][0]:.1f} {ends[i][1]:.1f}L{ends[i + 1][0]:.1f} {ends[i + 1][1]:.1f}z"

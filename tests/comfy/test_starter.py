@@ -21,7 +21,7 @@ def starter():
 
 @pytest.fixture(scope="module")
 def vectors(starter):
-    import clip_l
+    from shipped import clip_l
 
     return clip_l.token_vectors()
 
@@ -31,7 +31,7 @@ def test_token_vectors_are_the_same_bytes_on_every_machine(vectors):
 
 
 def test_words_that_mean_related_things_are_near_each_other(vectors):
-    from denoiser import Captions
+    from captions import Captions
 
     word = Captions().word
 
@@ -46,8 +46,9 @@ def test_words_that_mean_related_things_are_near_each_other(vectors):
 
 def test_comfyui_encodes_a_prompt_as_the_training_does(tmp_path):
     import comfy.sd
-    from clip_l import PLACES, WIDTH, write_clip_l
-    from denoiser import Captions
+    from captions import Captions
+
+    from graft.starter.clip_l import PLACES, WIDTH, write_clip_l
 
     path = str(write_clip_l(tmp_path / "clip_l.safetensors"))
     clip = comfy.sd.load_clip([path], clip_type=comfy.sd.CLIPType.SD3)
@@ -63,8 +64,9 @@ def test_comfyui_encodes_a_prompt_as_the_training_does(tmp_path):
 
 def test_a_denoiser_sees_53_alike_padding_tokens_as_one(monkeypatch):
     import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
-    from clip_l import PLACES
     from denoiser import PADDING, SHAPE, build_denoiser, use_fast_cpu_kernels
+
+    from graft.starter.clip_l import PLACES
 
     model = build_denoiser(64, 2)
     for p in model.parameters():
@@ -88,9 +90,10 @@ def test_a_denoiser_sees_53_alike_padding_tokens_as_one(monkeypatch):
 
 def test_every_caption_fits_the_tokens_that_know_their_place():
     import names
-    from clip_l import END, PLACES
-    from denoiser import Captions
+    from captions import Captions
     from pictures import choose, describe
+
+    from graft.starter.clip_l import END, PLACES
 
     rng, captions = np.random.default_rng(0), Captions()
     longest = ["smiling-face-with-heart-eyes", "smiling-face-with-sunglasses"]

@@ -2,12 +2,15 @@
 
 They were made on 2026-11-23, at the root, by
 `python -c "import tests.conftest; from graft.tests.contracts import make; make.write()"`, and are never made
-again. A new kind of file gets lines here and a place beside the others.
+again. A new kind of file gets lines here and a place beside the others. Only `make.write_starter()` is run
+again, when the starter has another base or other pictures.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -15,7 +18,10 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from safetensors import safe_open
 
+from graft.commands.headless.import_comfyui import import_comfyui
+from graft.commands.headless.server import find_comfyui, server
 from graft.tests.support.datasets import FakeEncoder
 from graft.tests.support.tiny import TinyDataset, TinyDenoiser, TinySamples
 from graft.training.config import (
@@ -135,6 +141,50 @@ def write() -> None:
     (HERE / "cache" / "content.sqlite").unlink()  # it remembers files by where they lay
     write_json("job", plain(read_job(HERE / "job.yaml")))
     write_json("known", known(run, data))
+
+
+def write_starter() -> None:
+    """Write what depends on the starter: lora.safetensors, by the graph in it, and known_comfy.json."""
+    lora = HERE / "lora.safetensors"
+    with safe_open(lora, "pt") as file:
+        graph = json.loads(file.metadata()["prompt"])
+    first = json.loads((HERE / "first_lora.json").read_text(encoding="utf-8"))
+    first = {key: node for key, node in first.items() if int(key) <= 6}
+    first["5"]["inputs"] |= {"steps": 1, "name": "first"}
+    with tempfile.TemporaryDirectory() as scratch:
+        base = Path(scratch).resolve()
+        with server(find_comfyui(), base, cpu=True) as comfy:
+            comfy.run(graph)
+            comfy.run(first)
+        shutil.copy(base / "output" / "loras" / "contract.safetensors", lora)
+        [run] = (base / "output" / "graft").glob("first-*")
+        known = known_of_starter(base / "output", lora)
+        write_json("known_comfy", {"run": run.name.removeprefix("first-"), **known})
+
+
+def known_of_starter(output: Path, lora: Path) -> dict[str, Any]:
+    """Return the digests of the starter's model, of a start from `lora`, and the names of its pictures."""
+    import_comfyui(find_comfyui(), ["--cpu"])
+    import comfy.sd
+    import folder_paths
+
+    from graft.starter.in_comfyui import BASE, BASE_MODEL, STARTER
+    from graft.training.comfy.files.initial_lora import save_initial_state
+    from graft.training.comfy.model.denoiser import ComfyDenoiser
+
+    folder_paths.set_output_directory(str(output))
+    folder_paths.add_model_folder_path("loras", str(lora.parent))
+    denoiser = ComfyDenoiser(comfy.sd.load_checkpoint_guess_config(str(BASE / BASE_MODEL))[0])
+    config = AdapterConfig(start_from=lora.name, include=("*joint_blocks.0.x_block*",))
+    start, _ = save_initial_state(denoiser, config, seed=0)
+    assert start
+    folders = {"dataset": "style", "validation": "style_validation", "base_style": "base_style"}
+    pictures = {
+        f"demo/{old}": sorted(path.name for path in (STARTER / now).glob("*.png"))
+        for old, now in folders.items()
+    }
+    known = {"base": denoiser.fingerprint, "start": start.path.name, "lora": lora_digest(read_lora(lora))}
+    return {**known, "pictures": pictures}
 
 
 def write_json(name: str, value: Any) -> None:

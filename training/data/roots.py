@@ -16,8 +16,15 @@ from ..user_error import UserError
 
 KIND = "graft_datasets"
 """Key in extra_model_paths.yaml."""
-RENAMED = {"demo": "starter"}
-"""Old name of a root, as in saved graphs -> its name now."""
+RENAMED = {
+    "demo": "starter",
+    "demo/dataset": "starter/style",
+    "demo/validation": "starter/style_validation",
+    "demo/base_style": "starter/base_style",
+    "starter/dataset": "starter/style",
+    "starter/validation": "starter/style_validation",
+}
+"""Name of a shipped folder, as in saved graphs -> its name now."""
 COMFYUI_OWN = ("3d", "clipspace")
 """Folders that ComfyUI makes in its input folder."""
 LOOKED_AT, OF_EACH = 20_000, 500
@@ -60,7 +67,8 @@ def _places(parts: tuple[str, ...], roots: Sequence[Path]) -> Iterator[list[tupl
     named = [(folder, root) for folder, root in below if root.name == parts[0]]
     yield beside[:1] + [(folder, root) for folder, root in named if root != roots[0]]
     yield beside[1:] + named
-    yield [(folder, root) for folder, root in below if root.name == RENAMED.get(parts[0])]
+    root_now, *folder_now = PurePosixPath(RENAMED.get("/".join(parts), "")).parts or ("",)
+    yield [(root.joinpath(*folder_now), root) for root in roots if root.name == root_now]
 
 
 def list_datasets(roots: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -1,1 +1,0 @@
-"""How the first starter model was made."""
