@@ -1,4 +1,5 @@
 """Write the editor form of every workflow in example_workflows/api: places, sizes, groups and a note added.
+It writes the blueprint in subgraphs/ too.
 
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
 node's schema, start ComfyUI 0.3.75 with Graft and run
@@ -12,10 +13,12 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 import sys
 import time
 import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 WORKFLOWS = Path(__file__).resolve().parents[1] / "example_workflows"
+BLUEPRINT = WORKFLOWS.with_name("subgraphs") / "Train a LoRA on a folder.json"
 GAP, TITLE, HEADER, MARGIN = 40, 30, 60, 20
 WIDTHS = {
     "CLIPTextEncode": 320,
@@ -456,6 +460,34 @@ LAYOUTS = {
 }
 
 
+FOLDER_TO_LORA: dict[str, Any] = {
+    "1": ("GraftLoadDataset", {"folder": "starter/dataset"}),
+    "2": ("GraftEncodeDataset", {"dataset": ["1", 0]}),
+    "3": ("GraftBuildLora", {}),
+    "4": ("GraftTrainSteps", {"dataset": ["2", 0], "start": ["3", 0]}),
+    "5": ("GraftSaveLora", {"state": ["4", 2]}),
+}
+"""The blueprint's nodes; every widget but the folder is at its default."""
+SOCKETS = {
+    "model": (("2", "model"), ("3", "model"), ("4", "model")),
+    "clip": (("2", "clip"), ("4", "clip")),
+    "vae": (("2", "vae"),),
+}
+FIELDS = {
+    "folder": (("1", "folder"),),
+    "trigger": (("1", "trigger"),),
+    "resolution": (("1", "resolution"),),
+    "rank": (("3", "rank"),),
+    "steps": (("4", "steps"),),
+    "learning_rate": (("4", "learning_rate"),),
+    "batch_size": (("4", "batch_size"),),
+    "name": (("4", "name"), ("5", "name")),
+}
+"""Inputs of the blueprint's own node -> the inputs of its nodes that they give."""
+OUTSIDE = (("4", 0), ("4", 1), ("1", 1))
+"""The blueprint's outputs: node and slot."""
+
+
 def editor_file(name: str, kind: str = "json") -> Path:
     """Return the editor form of the workflow `name`, or its picture, "jpg"."""
     return WORKFLOWS / f"{LAYOUTS[name].title}.{kind}"
@@ -492,7 +524,90 @@ def written(schemas: dict[str, Any]) -> dict[Path, str]:
         prompt = completed(json.loads(path.read_text(encoding="utf-8")), layout, schemas)
         texts[path] = _api_lines(prompt)
         texts[editor_file(name)] = _lines(editor_form(prompt, layout, schemas))
+    texts[BLUEPRINT] = json.dumps(blueprint(schemas), ensure_ascii=False, indent=1) + "\n"
     return texts
+
+
+def blueprint(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the blueprint as the editor publishes a subgraph: one node, and what it stands for."""
+    nodes = {}
+    for key, (kind, given) in FOLDER_TO_LORA.items():
+        title = re.sub("(?<=[a-z])(?=[A-Z])", " ", kind.removeprefix("Graft")).replace("Lora", "LoRA")
+        nodes[int(key)] = _node(int(key), {"inputs": given, "_meta": {"title": title}}, schemas[kind])
+    slots = {(key, slot["name"]): i for key, node in nodes.items() for i, slot in enumerate(node["inputs"])}
+    links: list[dict[str, Any]] = []
+
+    def link(source: int, output: int, target: int, name: str) -> int:
+        slot = slots[target, name]
+        entered = nodes[target]["inputs"][slot]
+        entered["link"] = len(links) + 1
+        ends = {"origin_id": source, "origin_slot": output, "target_id": target, "target_slot": slot}
+        links.append({"id": len(links) + 1, **ends, "type": entered["type"]})
+        return len(links)
+
+    for key, (_, given) in FOLDER_TO_LORA.items():
+        for name, value in given.items():
+            if isinstance(value, list):
+                origin = nodes[int(value[0])]["outputs"][value[1]]
+                origin["links"].append(link(int(value[0]), value[1], int(key), name))
+    inputs, shown = [], []
+    for index, (name, targets) in enumerate({**SOCKETS, **FIELDS}.items()):
+        ids = [link(-10, index, int(key), entered) for key, entered in targets]
+        kind = links[ids[0] - 1]["type"]
+        inputs.append({"id": _uuid("in", name), "name": name, "type": kind, "linkIds": ids})
+        widget = {"widget": {"name": name}} if name in FIELDS else {}
+        shown.append({"name": name, "type": kind, **widget, "link": None})
+    outputs = []
+    for index, (key, output) in enumerate(OUTSIDE):
+        origin = nodes[int(key)]["outputs"][output]
+        ends = {"origin_id": int(key), "origin_slot": output, "target_id": -20, "target_slot": index}
+        links.append({"id": len(links) + 1, **ends, "type": origin["type"]})
+        origin["links"].append(len(links))
+        made = {"name": origin["name"], "type": origin["type"], "linkIds": [len(links)]}
+        outputs.append({"id": _uuid("out", origin["name"]), **made})
+    _place_row(nodes, [("", tuple((key,) for key in nodes))], 0, 0)
+    right = max(node["pos"][0] + node["size"][0] for node in nodes.values())
+    name = BLUEPRINT.stem
+    subgraph = {
+        "id": _uuid("subgraph"),
+        "version": 1,
+        "state": {"lastGroupId": 0, "lastNodeId": len(nodes), "lastLinkId": len(links), "lastRerouteId": 0},
+        "revision": 0,
+        "config": {},
+        "name": name,
+        "inputNode": {"id": -10, "bounding": [-200, 100, 120, 20 * len(inputs) + 40]},
+        "outputNode": {"id": -20, "bounding": [right + GAP, 100, 120, 20 * len(outputs) + 40]},
+        "inputs": inputs,
+        "outputs": outputs,
+        "widgets": [],
+        "nodes": list(nodes.values()),
+        "groups": [],
+        "links": links,
+        "extra": {},
+        "category": "training/graft",
+        "description": "Encode the images of a folder, train a LoRA on them and save it. Open it to add "
+        "sample images and settings.",
+    }
+    node = {
+        "id": 1,
+        "type": subgraph["id"],
+        "pos": [0, 0],
+        "size": [WIDTHS["GraftTrainSteps"], HEIGHTS["GraftTrainSteps"]],
+        "flags": {},
+        "order": 0,
+        "mode": 0,
+        "inputs": shown,
+        "outputs": [{"name": made["name"], "type": made["type"], "links": []} for made in outputs],
+        "properties": {"cnr_id": "graft-lora", "ver": "0.1.0"},
+        "widgets_values": [],
+        "title": name,
+    }
+    head = {"revision": 0, "last_node_id": 1, "last_link_id": 0, "nodes": [node], "links": []}
+    return {**head, "version": 0.4, "definitions": {"subgraphs": [subgraph]}, "extra": {}}
+
+
+def _uuid(*words: str) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, "/".join((BLUEPRINT.name, *words))))
 
 
 def at_demo_size(

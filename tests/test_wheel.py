@@ -14,7 +14,7 @@ from graft.commands.headless.server import find_comfyui
 from .support.checkout import ROOT, copy_checkout, make_environment, pip_install, plain_environment
 from .support.first_lora import four_squares
 
-ROOMS = {"commands", "nodes", "starter", "training", "web", "locales", "example_workflows"}
+ROOMS = {"commands", "nodes", "starter", "training", "web", "locales", "example_workflows", "subgraphs"}
 ENTRIES = {"__init__.py", "__main__.py"}
 IMPORT_ALL = """
 import importlib, pkgutil, sys

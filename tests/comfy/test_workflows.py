@@ -14,7 +14,7 @@ from PIL import Image
 
 import graft
 from graft.commands.headless.server import comfyui_version
-from graft.dev.make_workflows import LAYOUTS, at_demo_size, editor_file, written
+from graft.dev.make_workflows import BLUEPRINT, LAYOUTS, at_demo_size, editor_file, written
 from graft.tests.support.clips import moving, write_clip
 from graft.tests.support.first_lora import four_squares
 from graft.tests.support.tiny_models import TINY
@@ -143,6 +143,41 @@ def test_the_files_are_what_make_writes(graft_nodes, comfyui):
     described = json.loads(json.dumps({name: object_info(name, node) for name, node in graft_nodes.items()}))
     other = [path.name for path, text in written(described).items() if path.read_text("utf-8") != text]
     assert not other, "run dev/make_workflows.py after changes to a note in its LAYOUTS"
+
+
+def test_every_link_of_the_blueprint_joins_slots_of_one_type_on_both_ends(schemas):
+    whole = load(BLUEPRINT)
+    [outer], [inner] = whole["nodes"], whole["definitions"]["subgraphs"]
+    assert outer["type"] == inner["id"] and outer["title"] == inner["name"] == BLUEPRINT.stem
+    nodes = {node["id"]: node for node in inner["nodes"]}
+    for link in inner["links"]:
+        start = inner["inputs"] if link["origin_id"] == -10 else nodes[link["origin_id"]]["outputs"]
+        end = inner["outputs"] if link["target_id"] == -20 else nodes[link["target_id"]]["inputs"]
+        source, target = start[link["origin_slot"]], end[link["target_slot"]]
+        assert link["id"] in (source.get("linkIds") or source["links"])
+        assert link["id"] == target.get("link") or link["id"] in target["linkIds"]
+        if link["origin_id"] != -10:
+            known = schemas[nodes[link["origin_id"]]["type"]]
+            assert known["outputs"][link["origin_slot"]] == source["type"] == link["type"]
+        if link["target_id"] != -20:
+            spec = schemas[nodes[link["target_id"]]["type"]]["inputs"][target["name"]]
+            assert source["type"] in kind_of(spec).split(",")
+    required = [(node, name) for node in nodes.values() for name in schemas[node["type"]]["required"]]
+    slots = {(node["id"], slot["name"]): slot for node in nodes.values() for slot in node["inputs"]}
+    assert [name for node, name in required if not _is_given(slots[node["id"], name])] == []
+    for entered, named in zip(outer["inputs"], inner["inputs"], strict=True):
+        assert (entered["name"], entered["type"]) == (named["name"], named["type"])
+
+
+def _is_given(slot):
+    return slot["link"] is not None or "widget" in slot
+
+
+def test_comfyui_offers_the_blueprint(comfy_server):
+    offered = comfy_server.request("/global_subgraphs")
+    [(key, entry)] = [(key, each) for key, each in offered.items() if each["name"] == BLUEPRINT.stem]
+    assert entry["info"]["node_pack"] == "custom_nodes.graft"
+    assert json.loads(comfy_server.request(f"/global_subgraphs/{key}")["data"]) == load(BLUEPRINT)
 
 
 def test_every_link_joins_slots_of_one_type_on_both_ends(pair, schemas):
