@@ -22,6 +22,19 @@ MIDDLE = (
     f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
     f"({SHADOW}.querySelector('canvas').getBoundingClientRect())"
 )
+BEFORE = f"[...{SHADOW}.querySelectorAll('.before li')].map(li => li.textContent)"
+BELL = f"[...{SHADOW}.querySelectorAll('button')].find(b => b.textContent === 'notify')"
+NOTIFICATIONS = """(() => {
+    window.graftTold = [], window.graftAsked = 0
+    document.hasFocus = () => false
+    window.Notification = class {
+        static permission = 'default'
+        static async requestPermission() { graftAsked += 1; return this.permission = 'granted' }
+        constructor(title, options) { graftTold.push([title, options.body]) }
+    }
+    return true
+})()"""
+"""A browser that lets itself be asked, and whose user looks elsewhere."""
 CHECK = """new Promise(done => {
     dispatchEvent(new MouseEvent('mouseup'))
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)))
@@ -31,17 +44,27 @@ CHECK = """new Promise(done => {
 
 @pytest.fixture(scope="module")
 def ran(editor, vue):
-    """The template after three steps, in both renderings; true in Nodes 2.0."""
+    """The template after three steps, in both renderings: true in Nodes 2.0; the graph, its nodes' sizes
+    and what Train Steps said before; the name of the run.
+    """
+    name = "report2" if vue else "report"
     editor.open()
     editor.load_new(WORKFLOW)
     editor.page.evaluate("(app.canvas.ds.scale = 0.6, app.canvas.ds.offset = [150, 150], true)")
     editor.set(DATASET, folder="tiny", resolution="64")
     editor.set(LORA, rank=2)
-    editor.set(TRAIN, steps=3, batch_size=1, name="report", seed=int(vue))
-    editor.set(SAVE, name="report")
+    editor.set(TRAIN, steps=3, batch_size=1, name=name, seed=int(vue))
+    editor.set(SAVE, name=name)
     editor.set(LATENT, width=64, height=64, batch_size=1)
     editor.set(SAMPLER, steps=1)
     before = [editor.page.evaluate("app.graph.serialize()"), sizes(editor)]
+    editor.page.evaluate(CHECK)
+    lines = f"(node => {BEFORE})(app.graph.getNodeById({TRAIN}))"
+    editor.page.wait_for(f"{lines}.some(line => line.includes('epochs of 4 images'))")
+    before += [editor.page.evaluate(lines), name]
+    editor.page.evaluate(NOTIFICATIONS)
+    editor.page.evaluate(f"(node => {BELL}.click())(app.graph.getNodeById({TRAIN}))")
+    editor.page.wait_for(f"(node => {BELL}.ariaPressed === 'true')(app.graph.getNodeById({TRAIN}))")
     editor.run()
     editor.page.wait_for(f"(node => {REPORT}.value)(app.graph.getNodeById({SAVE}))")
     editor.wait_until_idle()
@@ -49,7 +72,7 @@ def ran(editor, vue):
 
 
 def sizes(editor):
-    return editor.page.evaluate("app.graph.nodes.map(node => [...node.size])")
+    return editor.page.evaluate("Object.fromEntries(app.graph.nodes.map(node => [node.id, [...node.size]]))")
 
 
 def shortcut(editor, key):
@@ -60,14 +83,14 @@ def shortcut(editor, key):
 
 
 def test_a_nodes_text_can_be_read_on_it_and_is_not_saved(editor, ran):
-    for node, words in ((SAVE, "report.safetensors: step 3"), (TRAIN, "step 3, loss")):
+    _, saved, before, _, name = ran
+    for node, words in ((SAVE, f"{name}.safetensors: step 3"), (TRAIN, "step 3, loss")):
         assert editor.node(node, f"{REPORT}.value").startswith(words)
         editor.page.wait_for(
             f"(node => {REPORT}.getBoundingClientRect().height > 5)(app.graph.getNodeById({node}))"
         )
-    _, saved, before = ran
-    for (width, height), (width_before, height_before) in zip(sizes(editor), before):
-        assert width == width_before and height >= height_before - 1
+    for node, (width, height) in sizes(editor).items():
+        assert width == before[node][0] and height >= before[node][1] - 1
     values = {node["id"]: node.get("widgets_values") for node in saved["nodes"]}
     after = editor.page.evaluate("app.graph.serialize()")
     assert {node["id"]: node.get("widgets_values") for node in after["nodes"]} == values
@@ -80,12 +103,44 @@ def test_undo_and_redo_lead_past_a_run(editor, ran):
     editor.set(SAVE, name="renamed")
     editor.page.evaluate(CHECK)
     shortcut(editor, "z")
-    editor.page.wait_for(f"{name} === 'report'")
+    editor.page.wait_for(f"{name} === '{ran[-1]}'")
     editor.page.wait_for(f"(node => {REPORT}.value)(app.graph.getNodeById({SAVE}))")
     editor.page.wait_for(f"(node => {STATUS}.startsWith('step 3 / 3'))(app.graph.getNodeById({TRAIN}))")
     editor.page.evaluate(CHECK)
     shortcut(editor, "y")
     editor.page.wait_for(f"{name} === 'renamed'")
+
+
+def test_before_a_run_its_epochs_time_memory_and_disk_are_shown(editor, ran):
+    epochs, seconds, memory, disk = ran[3]
+    assert epochs == "0.75 epochs of 4 images"
+    assert seconds.startswith("about 0:") and " s a step" in seconds
+    assert " memory (base resident" in memory and disk.startswith("up to ") and disk.endswith(" are free")
+
+
+def test_what_may_be_regretted_is_shown_beside_the_chart(editor, ran):
+    editor.set(SAVE, name=ran[-1])
+    expected = ["a learning rate above", "Save LoRA will replace", "1 other run called"]
+    for rate, texts in ((1.0, expected), (0.0003, [])):
+        editor.set(TRAIN, learning_rate=rate)
+        editor.page.evaluate(CHECK)
+        lines = f"(node => {BEFORE})(app.graph.getNodeById({TRAIN}))"
+        editor.page.wait_for(
+            f"(lines => lines.length === {len(texts)} && {json.dumps(texts)}"
+            f".every((text, i) => lines[i].startsWith(text)))({lines})"
+        )
+
+
+def test_the_end_of_a_run_is_told_by_a_notification_and_the_tabs_title(editor, ran):
+    [(title, body)] = editor.page.evaluate("graftTold")
+    assert title == "Training has ended" and body.startswith(f"{ran[-1]}-") and body.endswith(", step 3")
+    assert editor.page.evaluate("graftAsked") == 1
+    editor.page.wait_for("document.title.startsWith('\u2713 ')")
+    editor.page.evaluate("dispatchEvent(new Event('focus'))")
+    editor.page.wait_for("!document.title.startsWith('\u2713')")
+    bell = f"(node => {BELL})(app.graph.getNodeById({TRAIN}))"
+    editor.page.evaluate(f"{bell}.click()")
+    editor.page.wait_for(f"{bell}.ariaPressed === 'false'")
 
 
 def test_numbers_show_all_their_digits(editor, ran):
