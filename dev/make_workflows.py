@@ -461,7 +461,7 @@ LAYOUTS = {
 
 
 FOLDER_TO_LORA: dict[str, Any] = {
-    "1": ("GraftLoadDataset", {"folder": "starter/dataset"}),
+    "1": ("GraftLoadDataset", {"folder": "starter/style"}),
     "2": ("GraftEncodeDataset", {"dataset": ["1", 0]}),
     "3": ("GraftBuildLora", {}),
     "4": ("GraftTrainSteps", {"dataset": ["2", 0], "start": ["3", 0]}),

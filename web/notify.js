@@ -1,10 +1,6 @@
-/**
- * When a run has ended: a mark in the tab's title, and a notification, for which the browser asks once, after a
- * click.
- */
+/** A notification of the browser when a run has ended. The browser asks for permission once, after a click. */
 
 const KEY = "graft.notify"
-const MARK = "\u2713 "
 
 /** Return whether a notification is wanted and allowed. */
 export function isWanted() {
@@ -20,25 +16,10 @@ export async function toggle() {
 
 /** Say that a run has ended; several tabs say it once. */
 export function notify(title, run, step) {
-    markTitle()
     if (!isWanted()) return
     const notification = new Notification(title, { body: `${run}, ${step}`, tag: `graft ${run} ${step}` })
     notification.onclick = () => {
         window.focus()
         notification.close()
     }
-}
-
-/** Mark the tab's title until its window is looked at; ComfyUI writes the title anew while a graph runs. */
-function markTitle() {
-    if (document.hasFocus()) return
-    const mark = () => document.title.startsWith(MARK) || (document.title = MARK + document.title)
-    const observer = new MutationObserver(mark)
-    observer.observe(document.head, { childList: true, characterData: true, subtree: true })
-    mark()
-    const seen = () => {
-        observer.disconnect()
-        if (document.title.startsWith(MARK)) document.title = document.title.slice(MARK.length)
-    }
-    window.addEventListener("focus", seen, { once: true })
 }

@@ -131,7 +131,9 @@ def post(running, graph, extra):
         f"http://{running.address}/prompt", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=600
+        ) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, {"text": error.read().decode(errors="replace")}

@@ -11,8 +11,9 @@ import nodes
 from ...data.bucket import buckets_for
 from ...data.config import DatasetConfig
 from ...data.folder import find_images
+from ...data.join import join
 from ...data.roots import resolve_dataset
-from ...data.samples import ImageSet, join
+from ...data.samples import ImageSet
 from ...user_error import UserError
 from .. import paths
 
