@@ -46,7 +46,7 @@ WORKFLOW = GRAFT / "example_workflows" / "api" / "first_lora.json"
 SHIPPED = GRAFT / "starter"
 TEXTS = {
     "style": (
-        "cat, sunburst style", "car, sunburst style", "strawberry, sunburst style",
+        "fox, sunburst style", "car, sunburst style", "strawberry, sunburst style",
         "teddy bear, sunburst style", "panda, sunburst style", "dog",
     ),
     "character": (
