@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="graft-demo-", ignore_cleanup_errors=True) as scratch:
         base = Path(scratch).resolve()
         for plan in plans if args.shuffle_captions else ():
-            exchange_captions(plan, base, args.seed)
+            use_shuffled_captions(plan, base, args.seed)
         # With one's own images, the same command continues where the last one ended.
         output = (out if args.dataset or args.checkpoint else base) / "output"
         options = [
@@ -234,7 +234,7 @@ def read_captions(folder: Path, trigger: str) -> list[str]:
     return [finish(sample.captions[0], config) for sample in scan(folder, config).samples]
 
 
-def exchange_captions(plan: Plan, base: Path, seed: int) -> None:
+def use_shuffled_captions(plan: Plan, base: Path, seed: int) -> None:
     """Let `plan` train on a copy of its dataset, in ComfyUI's input folder, with the captions exchanged."""
     folder = base / "input" / f"{plan.name}_with_exchanged_captions"
     shuffle_captions(plan.dataset, folder, seed)
