@@ -153,7 +153,7 @@ class Server:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.address}{path}", data, headers)
         try:
-            with _opener.open(request, timeout=120) as answer:
+            with _opener.open(request, timeout=600) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             raise UserError(_explain(path, error.code, error.read())) from None
