@@ -1,4 +1,4 @@
-"""The picture of the README: Train Steps with its panel, Sample Prompts beside it.
+"""A picture of the editor: Train Steps with its panel, Sample Prompts beside it.
 
 `GRAFT_WHOLE_TEMPLATE=1 GRAFT_ARTIFACTS=FOLDER pytest tests/browser/test_editor_picture.py` takes it when the
 template is done, as FOLDER/editor.png; else it shows two steps.
@@ -16,7 +16,7 @@ from graft.dev.make_workflows import LAYOUTS
 
 pytestmark = pytest.mark.browser
 TRAIN = 5
-PROMPTS = ("cat face", "cactus", "birthday cake", "butterfly")
+PROMPTS = ("strawberry, sunburst style", "car, sunburst style", "teddy bear, sunburst style", "dog")
 """What the base draws and the dataset does not show."""
 WHOLE = bool(os.environ.get("GRAFT_WHOLE_TEMPLATE"))
 BOX = (75, 140, 1215, 850)
@@ -43,7 +43,7 @@ ADD_SAMPLE_PROMPTS = """(values => {
 def test_the_picture_of_train_steps(editor, artifacts):
     editor.open()
     editor.open_template(LAYOUTS["first_lora"].title)
-    values = {"prompts": "\n".join(PROMPTS), "width": 128, "height": 128, "steps": 24, "every": 75}
+    values = {"prompts": "\n".join(PROMPTS), "width": 128, "height": 128, "steps": 24, "every": 30}
     values |= {} if WHOLE else {"steps": 2, "every": 2}
     editor.page.evaluate(f"{ADD_SAMPLE_PROMPTS}({json.dumps(values)})")
     if not WHOLE:
