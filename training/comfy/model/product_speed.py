@@ -22,6 +22,7 @@ from ...memory.device_memory import synchronize
 from ...memory.eight_bit import FORMATS, refusal
 from ...memory.quantize import quantize
 from .. import paths
+from ..inference_mode import leave_inference_mode
 from ..versions import multiplies_fast
 from .quantized import BLOCK_SCALED
 
@@ -94,10 +95,9 @@ def _measure(format: str, device: torch.device) -> bool:
     return _seconds(multiply_as_stored, device) < _seconds(multiply_whole, device)
 
 
-@torch.enable_grad()
 def _measure_block(dtype: torch.dtype, device: torch.device) -> float:
     """Time a block on more and more tokens, until that takes long enough."""
-    with torch.inference_mode(False):
+    with leave_inference_mode(), torch.enable_grad():
         block = nn.TransformerEncoderLayer(
             SIDE // 2,
             HEADS,
