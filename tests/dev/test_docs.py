@@ -14,7 +14,7 @@ from graft.training.job.read import read_job
 
 from ..support.checkout import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
 
