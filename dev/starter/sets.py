@@ -48,8 +48,9 @@ CHARACTER_VALIDATION = [
     ("waving", "white", "small", "top right"),
 ]
 BASE_STYLE = """
-dog lion rabbit whale butterfly banana hamburger airplane tree church trophy ghost
-""".replace("tree", "deciduous-tree").split()
+dog lion rabbit whale butterfly banana hamburger airplane deciduous-tree church trophy
+ghost
+""".split()
 
 
 def main() -> None:
