@@ -1,8 +1,8 @@
 """Learning curves, and what follows from them: who reaches what the reference reaches, in how many steps.
 
-A curve has the values of one run, by metric; METRICS says of each whether less is better. The reference is
-ComfyUI's node. Its goal in a metric is its best value over all rates and steps; a trainer's steps to it are
-the fewest at any of its rates, and the ratio of the two is `steps_to_match`, the median over the seeds.
+A curve has the values of one run, by metric; METRICS says of each whether less is better. Every trainer is
+compared at its best rate: that with the least loss of its first seed. The reference is ComfyUI's node.
+`steps_to_match`: a trainer's steps to the node's best value over the node's own, the median of the seeds.
 """
 
 from __future__ import annotations
@@ -73,24 +73,35 @@ def best_of(metric: str, values: Iterable[float]) -> float:
     return min(values) if METRICS[metric] else max(values)
 
 
+def best_rate(curves: Iterable[Curve]) -> float:
+    """Return the learning rate of the curve with the best value of the first metric."""
+    metric, less = next(iter(METRICS.items()))
+    return min(curves, key=lambda curve: curve.best(metric) * (1 if less else -1)).lr
+
+
 def compare(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return, by task and metric, what each trainer reaches and how soon it reaches the reference's best."""
+    """Return, by task, each trainer's best rate, and by metric what it reaches there and how soon."""
     found: dict[str, Any] = {}
     for task in dict.fromkeys(curve.task for curve in curves):
         own = [curve for curve in curves if curve.task == task]
-        found[task] = {metric: _compare_metric(own, metric) for metric in METRICS if metric in own[0].values}
+        rates = {
+            trainer: best_rate(c for c in own if (c.trainer, c.seed) == (trainer, own[0].seed))
+            for trainer in dict.fromkeys(curve.trainer for curve in own)
+        }
+        at_best = [curve for curve in own if curve.lr == rates[curve.trainer]]
+        metrics = [metric for metric in METRICS if metric in own[0].values]
+        found[task] = {
+            "best_rate": rates,
+            "metrics": {metric: _compare_metric(at_best, metric) for metric in metrics},
+        }
     return found
 
 
 def _compare_metric(curves: Sequence[Curve], metric: str) -> dict[str, Any]:
-    trainers = dict.fromkeys(curve.trainer for curve in curves)
-    found: dict[str, Any] = {"best": {}, "best_rate": {}, "steps_to_match": {}, "by_seed": {}}
-    for trainer in trainers:
+    found: dict[str, Any] = {"best": {}, "steps_to_match": {}, "by_seed": {}}
+    for trainer in dict.fromkeys(curve.trainer for curve in curves):
         own = [curve for curve in curves if curve.trainer == trainer]
-        rates = dict.fromkeys(curve.lr for curve in own)
-        medians = {lr: _median(c.best(metric) for c in own if c.lr == lr) for lr in rates}
-        found["best"][trainer] = best_of(metric, medians.values())
-        found["best_rate"][trainer] = next(lr for lr in rates if medians[lr] == found["best"][trainer])
+        found["best"][trainer] = round(statistics.median(curve.best(metric) for curve in own), 5)
         if any(curve.trainer == REFERENCE for curve in curves):
             ratios = [_ratio(curves, trainer, seed, metric) for seed in dict.fromkeys(c.seed for c in own)]
             found["by_seed"][trainer] = ratios
@@ -102,19 +113,12 @@ def _compare_metric(curves: Sequence[Curve], metric: str) -> dict[str, Any]:
 
 def _ratio(curves: Sequence[Curve], trainer: str, seed: int, metric: str) -> float | None:
     """Return a trainer's steps to the reference's best value over the reference's; None if it never does."""
-    reference = [c for c in curves if (c.trainer, c.seed) == (REFERENCE, seed)]
-    if not reference:
+    mine, reference = (
+        next((curve for curve in curves if (curve.trainer, curve.seed) == (name, seed)), None)
+        for name in (trainer, REFERENCE)
+    )
+    if not mine or not reference:
         return None
-    goal = best_of(metric, (curve.best(metric) for curve in reference))
-    own = [curve for curve in curves if (curve.trainer, curve.seed) == (trainer, seed)]
-    mine, its = (_soonest(side, metric, goal) for side in (own, reference))
-    return round(mine / its, 3) if mine and its else None
-
-
-def _soonest(curves: Iterable[Curve], metric: str, goal: float) -> int | None:
-    steps = (curve.first_step(metric, goal) for curve in curves)
-    return min((step for step in steps if step is not None), default=None)
-
-
-def _median(values: Iterable[float]) -> float:
-    return round(statistics.median(values), 5)
+    goal = reference.best(metric)
+    steps, its = mine.first_step(metric, goal), reference.first_step(metric, goal)
+    return round(steps / its, 3) if steps and its else None

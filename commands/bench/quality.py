@@ -4,10 +4,11 @@
     graft bench quality --add '{"plus": {"adapter": {"lora_plus_ratio": 4}}}' --seeds 1
 
 Same base, images, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; every trainer runs
-once with each learning rate and seed. All train a LoRA on every weight (`targets` "all"), the node also every
-norm and bias. Losses are measured at fixed noise by `training.validation`; what pictures of held-out prompts
-show, by the starter's judge (`drawn`); seconds are of one CPU thread
-without the measuring, so that a busy machine does not decide. What is concluded is in `curves.compare`.
+with each learning rate and the first seed, and at the best of them with the others. All train a LoRA on every
+weight (`targets` "all"), the node also every norm and bias. Losses are measured at fixed noise by
+`training.validation`; what pictures of held-out prompts show, by the starter's judge (`drawn`); seconds are
+of one CPU thread without the measuring, so that a busy machine does not decide. What is concluded is in
+`curves.compare`. With `--keep FILE` every run is appended to a file when it ends, and is not run again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from ...training.files.input_file import parse_json
 from ...training.user_error import UserError
 from ...training.validation import validation_loss
 from ..headless.import_comfyui import start_comfyui
-from .curves import METRICS, REFERENCE, Curve, Values, Watch, compare
+from .curves import METRICS, REFERENCE, Curve, Values, Watch, best_rate, compare
 from .drawn import Drawn
 from .learners import BATCH_SIZE, RANK, TRAINERS, config_of, join_settings, train_lora_node, train_with_graft
 
@@ -62,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each trainer at each rate")
     parser.add_argument("--targets", default="all", help="what Graft trains; by default every weight")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="a file that keeps the runs, to go on later"
+    )
     names = [REFERENCE, *TRAINERS]
     parser.add_argument("--trainers", nargs="*", default=names, choices=names)
     parser.add_argument(
@@ -85,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         rates=args.rates,
         seeds=range(args.seeds),
         reference=REFERENCE in args.trainers,
+        keep=args.keep,
     )
     print(json.dumps(document, indent=1) if args.json else table(document))
     return 0
@@ -110,9 +116,13 @@ def measure(
     rates: Sequence[float],
     seeds: Sequence[int],
     reference: bool,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Return one document of every curve and what follows from them."""
     torch.set_num_threads(1)
+    shared = {"steps": steps, "every": every, "limit": limit, "rank": RANK, "batch_size": BATCH_SIZE}
+    trainers = {**trainers, **({REFERENCE: {"node": "TrainLoraNode"}} if reference else {})}
+    kept = KeptCurves(keep, shared)
     curves: list[Curve] = []
     base: dict[str, Values] = {}
     with tempfile.TemporaryDirectory(prefix="graft-quality-") as place:
@@ -132,22 +142,28 @@ def measure(
                 return {"loss": loss, **drawn.values(sampled(model, state))}
 
             base[task] = {metric: round(value, 5) for metric, value in values(denoiser).items()}
-            for seed in seeds:
-                for lr in rates:
-                    for name, settings in trainers.items():
-                        watch = Watch(Curve(task, name, seed, lr), every)
-                        chosen = config_of(settings, lr, seed)
-                        train_with_graft(denoiser, dataset, values, chosen, watch, steps)
-                        curves.append(watch.curve)
-                    if reference:
-                        watch = Watch(Curve(task, REFERENCE, seed, lr), every)
-                        train_lora_node(denoiser.patcher, dataset, values, watch, steps)
-                        curves.append(watch.curve)
+
+            def learn(
+                task: str, name: str, seed: int, lr: float, dataset: Any = dataset, values: Any = values
+            ) -> Curve:
+                watch = Watch(Curve(task, name, seed, lr), every)
+                if name == REFERENCE:
+                    train_lora_node(denoiser.patcher, dataset, values, watch, steps)
+                else:
+                    config = config_of(trainers[name], lr, seed)
+                    train_with_graft(denoiser, dataset, values, config, watch, steps)
+                return watch.curve
+
+            for name, settings in trainers.items():
+                run = partial(kept.get, learn, settings, task, name)
+                first = [run(seeds[0], lr) for lr in rates]
+                best = best_rate(first)
+                curves += [*first, *(run(seed, best) for seed in seeds[1:])]
     return {
-        "settings": {"steps": steps, "every": every, "limit": limit, "rank": RANK, "batch_size": BATCH_SIZE},
+        "settings": shared,
         "metrics": {metric: "lower" if less else "higher" for metric, less in METRICS.items()},
         "tasks": list(tasks),
-        "trainers": {**trainers, **({REFERENCE: {"node": "TrainLoraNode"}} if reference else {})},
+        "trainers": trainers,
         "seeds": list(seeds),
         "rates": list(rates),
         "base": base,
@@ -156,11 +172,39 @@ def measure(
     }
 
 
+class KeptCurves:
+    """Curves in a file of JSON lines, each with the settings of its run; without a file, none is kept."""
+
+    def __init__(self, file: Path | None, shared: Mapping[str, Any]) -> None:
+        """Read the file, if there is one. Raises UserError if it is not such a file."""
+        self.file, self.shared = file, shared
+        lines = file.read_text("utf-8").splitlines() if file and file.exists() else []
+        self.kept = {json.dumps(key): Curve(**curve) for key, curve in map(parse_json, lines)}
+
+    def get(
+        self,
+        learn: Callable[..., Curve],
+        settings: Mapping[str, Any],
+        task: str,
+        name: str,
+        seed: int,
+        lr: float,
+    ) -> Curve:
+        """Return the curve of a run, which `learn(task, name, seed, lr)` runs if it is not in the file."""
+        key = json.dumps([self.shared, settings, task, name, seed, lr])
+        if key not in self.kept:
+            self.kept[key] = learn(task, name, seed, lr)
+            if self.file:
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([json.loads(key), asdict(self.kept[key])]) + "\n")
+        return self.kept[key]
+
+
 def table(document: Mapping[str, Any]) -> str:
     """Return the figures for people to read."""
     lines = []
-    for task, metrics in document["comparison"].items():
-        for metric, found in metrics.items():
+    for task, compared in document["comparison"].items():
+        for metric, found in compared["metrics"].items():
             lines.append(f"{task}, {metric} (base {document['base'][task][metric]})")
             lines.append(
                 f"  {'trainer':<16} {'best':>9} {'at rate':>9}  share of the node's steps to its best"
@@ -168,7 +212,7 @@ def table(document: Mapping[str, Any]) -> str:
             for trainer, best in found["best"].items():
                 share = found["steps_to_match"].get(trainer)
                 shown = "never reached" if share is None else f"{share:.2f}"
-                lines.append(f"  {trainer:<16} {best:>9.5f} {found['best_rate'][trainer]:>9g}  {shown}")
+                lines.append(f"  {trainer:<16} {best:>9.5f} {compared['best_rate'][trainer]:>9g}  {shown}")
     return "\n".join(lines)
 
 

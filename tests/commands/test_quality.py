@@ -7,7 +7,7 @@ import pytest
 from graft.commands.bench import curves
 from graft.commands.bench.curves import Curve, Watch, compare
 from graft.commands.bench.learners import config_of
-from graft.commands.bench.quality import read_trainers, table
+from graft.commands.bench.quality import KeptCurves, read_trainers, table
 
 
 def curve(trainer, lr, values, seed=0, metric="loss"):
@@ -16,19 +16,20 @@ def curve(trainer, lr, values, seed=0, metric="loss"):
 
 
 def found(*all_curves, metric="loss"):
-    return compare(all_curves)["style"][metric]
+    return compare(all_curves)["style"]["metrics"][metric]
 
 
-def test_steps_to_match_are_the_fewest_at_any_rate_to_the_nodes_best_at_any_rate():
-    result = found(
-        curve("graft", 1e-3, [0.9, 0.7, 0.6]),
+def test_steps_to_match_are_those_to_the_nodes_best_value_each_at_its_best_rate():
+    curves = (
+        curve("graft", 1e-3, [0.6, 0.5, 0.4]),
         curve("graft", 1e-2, [0.5, 0.8, 0.9]),
         curve("comfyui", 1e-3, [0.9, 0.8, 0.8]),
         curve("comfyui", 1e-2, [0.9, 0.7, 0.5]),
     )
-    assert result["steps_to_match"] == {"graft": 0.333, "comfyui": 1.0}
-    assert result["best"] == {"graft": 0.5, "comfyui": 0.5}
-    assert result["best_rate"] == {"graft": 1e-2, "comfyui": 1e-2}
+    result = found(*curves)
+    assert result["steps_to_match"] == {"graft": 0.667, "comfyui": 1.0}
+    assert result["best"] == {"graft": 0.4, "comfyui": 0.5}
+    assert compare(curves)["style"]["best_rate"] == {"graft": 1e-3, "comfyui": 1e-2}
 
 
 def test_the_median_of_the_seeds_counts_and_a_seed_that_never_gets_there_is_the_worst():
@@ -42,11 +43,10 @@ def test_the_median_of_the_seeds_counts_and_a_seed_that_never_gets_there_is_the_
     assert found(*never, *node)["steps_to_match"]["graft"] is None
 
 
-def test_the_best_rate_is_the_one_with_the_best_median():
-    lucky = [curve("graft", 1e-2, [value], seed) for seed, value in enumerate([0.1, 0.9, 0.9])]
-    steady = [curve("graft", 1e-3, [0.5], seed) for seed in range(3)]
-    result = found(*lucky, *steady)
-    assert (result["best"], result["best_rate"]) == ({"graft": 0.5}, {"graft": 1e-3})
+def test_the_best_rate_is_that_of_the_first_seed():
+    first = [curve("graft", 1e-2, [0.4]), curve("graft", 1e-3, [0.5])]
+    result = found(*first, *(curve("graft", 1e-2, [value], seed) for seed, value in ((1, 0.6), (2, 0.7))))
+    assert result["best"] == {"graft": 0.6}  # the median at that rate
     assert result["steps_to_match"] == {}  # without the node
 
 
@@ -63,7 +63,7 @@ def test_of_a_metric_that_is_better_when_higher_more_counts(monkeypatch):
 def test_tasks_are_compared_apart():
     other = Curve("character", "graft", 0, 1e-3, [10], [1.0], {"loss": [0.3]})
     result = compare([curve("graft", 1e-3, [0.5]), other])
-    assert {task: metrics["loss"]["best"]["graft"] for task, metrics in result.items()} == {
+    assert {task: each["metrics"]["loss"]["best"]["graft"] for task, each in result.items()} == {
         "style": 0.5,
         "character": 0.3,
     }
@@ -94,3 +94,17 @@ def test_the_table_names_every_trainer_with_its_share_of_the_nodes_steps():
     both = [curve("graft", 1e-3, [0.5, 0.4]), curve("comfyui", 1e-3, [0.9, 0.5])]
     shown = table({"comparison": compare(both), "base": {"style": {"loss": 0.6}}})
     assert "style, loss (base 0.6)" in shown and "0.50" in shown and "comfyui" in shown
+
+
+def test_kept_runs_are_not_run_again_and_other_settings_are_other_runs(tmp_path):
+    ran = []
+
+    def learn(task, name, seed, lr):
+        ran.append((name, seed, lr))
+        return curve(name, lr, [0.5], seed)
+
+    for steps, rate in ((60, 4.0), (60, 4.0), (60, 8.0), (80, 8.0)):
+        kept = KeptCurves(tmp_path / "runs.jsonl", {"steps": steps})
+        result = kept.get(learn, {"adapter": {"lora_plus_ratio": rate}}, "style", "plus", 1, 1e-3)
+        assert result == curve("plus", 1e-3, [0.5], 1)
+    assert len(ran) == 3

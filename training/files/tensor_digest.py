@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .mapped_file import MappedFile
 from .tensor_file import FORMATS, TensorFile, as_bytes
 
 Known = MutableMapping[bytes, bytes]
@@ -72,14 +73,16 @@ def digest_all(
 def digest_file(path: Path) -> dict[bytes, bytes]:
     """Return sample -> digest for the tensors of a .safetensors file, read once from beginning to end.
 
-    Raises UserError and OSError as `TensorFile` does.
+    They are read in the system's cache: a copy in fresh memory can cost more than the digest. Raises UserError
+    and OSError as `TensorFile` does.
     """
     file = TensorFile(path)
     readable = [n for n, entry in file.entries.items() if hasattr(torch, FORMATS[entry.format][1] or "-")]
-    pairs: list[tuple[bytes, bytes]] = []
-    for names in _batches(sorted(readable, key=lambda name: file.entries[name].start)):
-        pairs += _in_threads(lambda name: (sample_digest(t := file[name]), tensor_digest(t)), names)
-    return _unambiguous(pairs)
+    names = sorted(readable, key=lambda name: file.entries[name].start)
+    tensors = MappedFile(file, names).tensors
+    return _unambiguous(
+        _in_threads(lambda name: (sample_digest(t := tensors[name]), tensor_digest(t)), names)
+    )
 
 
 def narrowest(tensor: Tensor) -> torch.dtype:
