@@ -73,8 +73,8 @@ def digest_all(
 def digest_file(path: Path) -> dict[bytes, bytes]:
     """Return sample -> digest for the tensors of a .safetensors file, read once from beginning to end.
 
-    They are read in the system's cache: a copy in fresh memory can cost more than the digest. Raises UserError
-    and OSError as `TensorFile` does.
+    They are read in the system's cache: a copy in fresh memory can cost more than the digest. Raises
+    UserError and OSError as `TensorFile` does.
     """
     file = TensorFile(path)
     readable = [n for n, entry in file.entries.items() if hasattr(torch, FORMATS[entry.format][1] or "-")]
