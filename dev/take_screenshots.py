@@ -1,8 +1,8 @@
 """Pictures of the editor: `python dev/take_screenshots.py [WORD ...]` writes docs/screenshots.
 
-Every template, the images of a dataset and a Dataset Report, in both renderings at 1440 x 900; with words,
-only those whose name has one of them. It starts the ComfyUI of the tests (COMFYUI_PATH) and Chromium, and
-trains a few steps of the starter model for the report. Look at what it took before you commit it.
+Every template, the images of a dataset, a Dataset Report and the runs, in both renderings at 1440 x 900; with
+words, only those whose name has one of them. It starts the ComfyUI of the tests (COMFYUI_PATH) and Chromium,
+and trains a few steps of the starter model. Look at what it took before you commit it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ FOLDER = ROOT / "docs" / "screenshots"
 WIDTH, HEIGHT, QUALITY = 1440, 900, 72
 LOOKS = {"classic": False, "nodes2": True}
 TEMPLATES = ROOT / "example_workflows"
-DATASET, ENCODE, LORA, TRAIN = 2, 3, 4, 5
-"""Nodes of first_lora."""
+DATASET, ENCODE, LORA, TRAIN, PROMPTS = 2, 3, 4, 5, 13
+"""Nodes of the first two templates."""
+QUIET = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
+"""ComfyUI's settings for what would lie over the nodes."""
 PHOTOS, STEPS = "photos", 40
 EXCHANGED = ("dog-noto-style", "whale-outline-drawing-style")
 DIALOG = "[...document.body.children].map(e => e.shadowRoot?.querySelector('dialog')).find(Boolean)"
+RUNS = "[...document.querySelectorAll('*')].map(e => e.shadowRoot).find(root => root?.querySelector('ul'))"
 TOASTS = "document.querySelectorAll('.p-toast-close-button').forEach(button => button.click())"
 BANNER = """[...document.querySelectorAll('button')].filter(b => b.textContent.trim() === 'Try it out')
     .forEach(b => [...b.parentElement.parentElement.querySelectorAll('button')].at(-1).click())"""
@@ -65,7 +68,8 @@ def take(words: list[str]) -> None:
         base = Path(scratch) / "comfyui"
         with server(find_comfyui(), base, cpu=True) as running, chromium(Path(scratch) / "profile") as page:
             add_photos(base / "input" / PHOTOS)
-            running.request("/settings", {"Comfy.TutorialCompleted": True})
+            for name, value in QUIET.items():
+                running.request("/settings", {name: value})
             take_all(Editor(page, running.address), running, words)
 
 
@@ -88,7 +92,7 @@ def take_all(editor: Any, running: Any, words: list[str]) -> None:
 def pictures() -> Mapping[str, Callable[[Any], None]]:
     """Return what brings the editor to each picture, by its name."""
     templates = {_slug(path): partial(show_template, path=path) for path in sorted(TEMPLATES.glob("*.json"))}
-    return {**templates, "dataset": show_dataset, "dataset_report": show_report}
+    return {**templates, "dataset": show_dataset, "dataset_report": show_report, "runs": show_runs}
 
 
 def _slug(path: Path) -> str:
@@ -113,7 +117,6 @@ def add_photos(folder: Path) -> None:
 def show_template(editor: Any, path: Path) -> None:
     editor.load(json.loads(path.read_text(encoding="utf-8")), path.stem)
     settle(editor)
-    editor.page.evaluate("app.extensionManager.command.execute('Comfy.Canvas.FitView').then(() => true)")
 
 
 def show_dataset(editor: Any) -> None:
@@ -136,6 +139,20 @@ def show_report(editor: Any) -> None:
     editor.page.wait_for(f"{shown}?.shadowRoot.querySelector('img')?.naturalWidth", 1800)
     editor.wait_until_idle()
     editor.page.evaluate(LOOK_AT_REPORT)
+
+
+def show_runs(editor: Any) -> None:
+    close_dialog(editor)
+    show_template(editor, next(TEMPLATES.glob("02*.json")))
+    editor.set(DATASET, folder=PHOTOS, resolution="128", trigger="ohwx")
+    editor.set(PROMPTS, prompts="dog\ncar", width=128, height=128, steps=12, every=STEPS)
+    for rank in (4, 16):
+        editor.set(LORA, rank=rank)
+        editor.set(TRAIN, steps=STEPS, batch_size=2, name=f"rank {rank}")
+        editor.run()
+        editor.wait_until_idle(1800)
+    editor.page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('graft-runs')")
+    editor.page.wait_for(f"[...({RUNS})?.querySelectorAll('li') ?? []].length >= 2")
 
 
 def close_dialog(editor: Any) -> None:

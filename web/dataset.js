@@ -25,7 +25,7 @@ export function addImages(node) {
     acceptDrops(node, open)
     const leaveOut = node.widgets.find(({ name }) => name === "leave_out")
     if (!leaveOut) return
-    leaveOut.hidden = true // the images have buttons for it
+    leaveOut.hidden = leaveOut.options.hidden = true // the images have buttons for it
     leaveOut.computeLayoutSize = () => ({ minHeight: 0, maxHeight: 0, minWidth: 0 })
 }
 
