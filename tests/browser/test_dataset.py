@@ -106,7 +106,11 @@ def test_a_caption_is_edited_in_place(opened, grid, input_folder):
     assert (input_folder / "cat.txt").read_text() == "by another program"
 
 
-def test_an_image_is_left_out_and_put_back(opened, grid):
+def test_an_image_is_left_out_and_put_back_by_its_button_alone(opened, vue, grid):
+    if vue:
+        drawn = f"document.querySelector('[data-node-id=\"{DATASET}\"]')?.innerHTML ?? ''"
+        opened.page.wait_for(f"({drawn}).includes('references')")
+        assert not opened.page.evaluate(f"({drawn}).includes('leave_out')")
     grid(f"{card('bad.png')}.querySelector('button').click()")
     wait(opened, f"{card('bad.png')}.classList.contains('out')")
     sent = opened.page.evaluate("app.graphToPrompt().then(({ output }) => output['2'].inputs.leave_out)")
