@@ -139,6 +139,23 @@ def test_the_end_of_a_run_is_told_by_a_notification_that_was_asked_for_once(edit
     editor.page.wait_for(f"{bell}.ariaPressed === 'false'")
 
 
+def test_the_title_of_a_hidden_tab_is_marked_until_the_tab_is_shown(editor, ran):
+    hidden = "Object.defineProperty(document, 'hidden', { value: %s, configurable: true })"
+    title, marked = editor.page.evaluate("document.title"), "document.title === '\u2713 ' + %s"
+    editor.page.evaluate(f"""(async () => {{
+        const {{ notify }} = await import('/extensions/graft/notify.js')
+        {hidden % "true"}
+        notify('Training has ended', 'run', 'step 3')
+        return true
+    }})()""")
+    editor.page.wait_for(marked % json.dumps(title))
+    editor.page.evaluate("document.title = 'another workflow'")
+    editor.page.wait_for(marked % "'another workflow'")
+    editor.page.evaluate(f"({hidden % 'false'}, document.dispatchEvent(new Event('visibilitychange')))")
+    editor.page.wait_for("document.title === 'another workflow'")
+    editor.page.evaluate(f"(document.title = {json.dumps(title)}, delete document.hidden)")
+
+
 def test_numbers_show_all_their_digits(editor, ran):
     if not ran[0]:
         pytest.skip("only Nodes 2.0 shows fewer")
