@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,20 +21,15 @@ Stamp = tuple[int, int, int]
 class MappedFile:
     """The tensors of one file, over its mapping."""
 
-    def __init__(self, file: TensorFile, names: Iterable[str] | None = None) -> None:
-        """Map the tensors of these names, or all, of a file whose header was checked.
-
-        Raises OSError if the system refuses.
-        """
+    def __init__(self, file: TensorFile) -> None:
+        """Map a file whose header was checked. Raises OSError if the system refuses."""
         self.path = file.path
         self.metadata = file.metadata
         with self.path.open("rb") as opened:
             self._stamp = _stamp(os.fstat(opened.fileno()))
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.tensors: Mapping[str, Tensor] = {
-            name: self._tensor(file, name) for name in (file.entries if names is None else names)
-        }
+        self.tensors: Mapping[str, Tensor] = {name: self._tensor(file, name) for name in file.entries}
 
     def _tensor(self, file: TensorFile, name: str) -> Tensor:
         entry = file.entries[name]

@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .mapped_file import MappedFile
 from .tensor_file import FORMATS, TensorFile, as_bytes
 
 Known = MutableMapping[bytes, bytes]
@@ -73,16 +72,14 @@ def digest_all(
 def digest_file(path: Path) -> dict[bytes, bytes]:
     """Return sample -> digest for the tensors of a .safetensors file, read once from beginning to end.
 
-    They are read in the system's cache: a copy in fresh memory can cost more than the digest. Raises
-    UserError and OSError as `TensorFile` does.
+    Raises UserError and OSError as `TensorFile` does.
     """
     file = TensorFile(path)
     readable = [n for n, entry in file.entries.items() if hasattr(torch, FORMATS[entry.format][1] or "-")]
-    names = sorted(readable, key=lambda name: file.entries[name].start)
-    tensors = MappedFile(file, names).tensors
-    return _unambiguous(
-        _in_threads(lambda name: (sample_digest(t := tensors[name]), tensor_digest(t)), names)
-    )
+    pairs: list[tuple[bytes, bytes]] = []
+    for names in _batches(sorted(readable, key=lambda name: file.entries[name].start)):
+        pairs += _in_threads(lambda name: (sample_digest(t := file[name]), tensor_digest(t)), names)
+    return _unambiguous(pairs)
 
 
 def narrowest(tensor: Tensor) -> torch.dtype:
