@@ -73,10 +73,11 @@ def best_of(metric: str, values: Iterable[float]) -> float:
     return min(values) if METRICS[metric] else max(values)
 
 
-def best_rate(curves: Iterable[Curve]) -> float:
+def best_rate(curves: Sequence[Curve]) -> float:
     """Return the learning rate of the curve with the best value of the first metric."""
-    metric, less = next(iter(METRICS.items()))
-    return min(curves, key=lambda curve: curve.best(metric) * (1 if less else -1)).lr
+    metric = next(iter(METRICS))
+    best = best_of(metric, (curve.best(metric) for curve in curves))
+    return next(curve.lr for curve in curves if curve.best(metric) == best)
 
 
 def compare(curves: Sequence[Curve]) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def compare(curves: Sequence[Curve]) -> dict[str, Any]:
     for task in dict.fromkeys(curve.task for curve in curves):
         own = [curve for curve in curves if curve.task == task]
         rates = {
-            trainer: best_rate(c for c in own if (c.trainer, c.seed) == (trainer, own[0].seed))
+            trainer: best_rate([c for c in own if (c.trainer, c.seed) == (trainer, own[0].seed)])
             for trainer in dict.fromkeys(curve.trainer for curve in own)
         }
         at_best = [curve for curve in own if curve.lr == rates[curve.trainer]]

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between two measurements")
     parser.add_argument("--limit", type=int, default=0, help="measure this many held-out images; 0 is all")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), metavar="LR")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each trainer at each rate")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each trainer at its best rate")
     parser.add_argument("--targets", default="all", help="what Graft trains; by default every weight")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument(
@@ -122,7 +122,7 @@ def measure(
     torch.set_num_threads(1)
     shared = {"steps": steps, "every": every, "limit": limit, "rank": RANK, "batch_size": BATCH_SIZE}
     trainers = {**trainers, **({REFERENCE: {"node": "TrainLoraNode"}} if reference else {})}
-    kept = KeptCurves(keep, shared)
+    kept = KeptCurves(keep)
     curves: list[Curve] = []
     base: dict[str, Values] = {}
     with tempfile.TemporaryDirectory(prefix="graft-quality-") as place:
@@ -155,7 +155,7 @@ def measure(
                 return watch.curve
 
             for name, settings in trainers.items():
-                run = partial(kept.get, learn, settings, task, name)
+                run = partial(kept.get, partial(learn, task, name), [shared, settings, task, name])
                 first = [run(seeds[0], lr) for lr in rates]
                 best = best_rate(first)
                 curves += [*first, *(run(seed, best) for seed in seeds[1:])]
@@ -173,31 +173,26 @@ def measure(
 
 
 class KeptCurves:
-    """Curves in a file of JSON lines, each with the settings of its run; without a file, none is kept."""
+    """Curves in a file of JSON lines, each with what its run depends on; without a file, none is kept."""
 
-    def __init__(self, file: Path | None, shared: Mapping[str, Any]) -> None:
-        """Read the file, if there is one. Raises UserError if it is not such a file."""
-        self.file, self.shared = file, shared
+    def __init__(self, file: Path | None) -> None:
+        """Read the file, if there is one. Raises UserError for a line that is not JSON."""
+        self.file = file
         lines = file.read_text("utf-8").splitlines() if file and file.exists() else []
         self.kept = {json.dumps(key): Curve(**curve) for key, curve in map(parse_json, lines)}
 
     def get(
-        self,
-        learn: Callable[..., Curve],
-        settings: Mapping[str, Any],
-        task: str,
-        name: str,
-        seed: int,
-        lr: float,
+        self, learn: Callable[[int, float], Curve], settings: Sequence[Any], seed: int, lr: float
     ) -> Curve:
-        """Return the curve of a run, which `learn(task, name, seed, lr)` runs if it is not in the file."""
-        key = json.dumps([self.shared, settings, task, name, seed, lr])
-        if key not in self.kept:
-            self.kept[key] = learn(task, name, seed, lr)
+        """Return the curve of a run with these settings; `learn(seed, lr)` runs it if the file lacks it."""
+        key = [*settings, seed, lr]
+        text = json.dumps(key)
+        if text not in self.kept:
+            self.kept[text] = learn(seed, lr)
             if self.file:
                 with self.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([json.loads(key), asdict(self.kept[key])]) + "\n")
-        return self.kept[key]
+                    file.write(json.dumps([key, asdict(self.kept[text])]) + "\n")
+        return self.kept[text]
 
 
 def table(document: Mapping[str, Any]) -> str:

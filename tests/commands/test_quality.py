@@ -99,12 +99,14 @@ def test_the_table_names_every_trainer_with_its_share_of_the_nodes_steps():
 def test_kept_runs_are_not_run_again_and_other_settings_are_other_runs(tmp_path):
     ran = []
 
-    def learn(task, name, seed, lr):
-        ran.append((name, seed, lr))
-        return curve(name, lr, [0.5], seed)
+    def learn(seed, lr):
+        ran.append((seed, lr))
+        return curve("plus", lr, [0.5], seed)
 
-    for steps, rate in ((60, 4.0), (60, 4.0), (60, 8.0), (80, 8.0)):
-        kept = KeptCurves(tmp_path / "runs.jsonl", {"steps": steps})
-        result = kept.get(learn, {"adapter": {"lora_plus_ratio": rate}}, "style", "plus", 1, 1e-3)
+    for steps, ratio in ((60, 4.0), (60, 4.0), (60, 8.0), (80, 8.0)):
+        kept = KeptCurves(tmp_path / "runs.jsonl")
+        result = kept.get(
+            learn, [{"steps": steps}, {"adapter": {"lora_plus_ratio": ratio}}, "style"], 1, 1e-3
+        )
         assert result == curve("plus", 1e-3, [0.5], 1)
     assert len(ran) == 3
