@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,10 +77,17 @@ def digest_file(path: Path) -> dict[bytes, bytes]:
     """
     file = TensorFile(path)
     readable = [n for n, entry in file.entries.items() if hasattr(torch, FORMATS[entry.format][1] or "-")]
-    pairs: list[tuple[bytes, bytes]] = []
-    for names in _batches(sorted(readable, key=lambda name: file.entries[name].start)):
-        pairs += _in_threads(lambda name: (sample_digest(t := file[name]), tensor_digest(t)), names)
-    return _unambiguous(pairs)
+    local = threading.local()
+
+    def digests(name: str) -> tuple[bytes, bytes]:
+        # One buffer for each thread: fresh memory for each tensor would cost more than its digest.
+        size = file.entries[name].size
+        if len(getattr(local, "buffer", b"")) < size:
+            local.buffer = bytearray(size)
+        tensor = file.tensor(name, local.buffer)
+        return sample_digest(tensor), tensor_digest(tensor)
+
+    return _unambiguous(_in_threads(digests, sorted(readable, key=lambda name: file.entries[name].start)))
 
 
 def narrowest(tensor: Tensor) -> torch.dtype:

@@ -70,6 +70,10 @@ class TensorFile(Mapping[str, Tensor]):
             raise UserError(f"{path.name}: the file is damaged ({error}); download it again.") from error
 
     def __getitem__(self, name: str) -> Tensor:
+        return self.tensor(name, bytearray(self.entries[name].size))
+
+    def tensor(self, name: str, buffer: bytearray) -> Tensor:
+        """Read a tensor into the beginning of `buffer`, which it shares."""
         entry = self.entries[name]
         dtype = getattr(torch, FORMATS[entry.format][1], None)
         if dtype is None:
@@ -77,7 +81,7 @@ class TensorFile(Mapping[str, Tensor]):
                 f"{self.path.name}: {name}: this PyTorch has no dtype {entry.format}; update it, or use a "
                 "file in another dtype."
             )
-        data = self.read(name)
+        data = self._read(entry, buffer)
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(entry.shape)
 
@@ -90,7 +94,12 @@ class TensorFile(Mapping[str, Tensor]):
     def read(self, name: str) -> bytearray:
         """Return the bytes of one tensor. Raises UserError if they cannot be read."""
         entry = self.entries[name]
-        data = bytearray(entry.size)
+        buffer = bytearray(entry.size)
+        self._read(entry, buffer)
+        return buffer
+
+    def _read(self, entry: Entry, buffer: bytearray) -> memoryview:
+        data = memoryview(buffer)[: entry.size]
         try:
             with self.path.open("rb") as file:
                 file.seek(entry.start)
