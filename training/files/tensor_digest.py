@@ -84,7 +84,7 @@ def digest_file(path: Path) -> dict[bytes, bytes]:
         size = file.entries[name].size
         if len(getattr(local, "buffer", b"")) < size:
             local.buffer = bytearray(size)
-        tensor = file.tensor(name, local.buffer)
+        tensor = file.read_into(name, local.buffer)
         return sample_digest(tensor), tensor_digest(tensor)
 
     return _unambiguous(_in_threads(digests, sorted(readable, key=lambda name: file.entries[name].start)))

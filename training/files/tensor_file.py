@@ -70,9 +70,9 @@ class TensorFile(Mapping[str, Tensor]):
             raise UserError(f"{path.name}: the file is damaged ({error}); download it again.") from error
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.tensor(name, bytearray(self.entries[name].size))
+        return self.read_into(name, bytearray(self.entries[name].size))
 
-    def tensor(self, name: str, buffer: bytearray) -> Tensor:
+    def read_into(self, name: str, buffer: bytearray) -> Tensor:
         """Read a tensor into the beginning of `buffer`, which it shares."""
         entry = self.entries[name]
         dtype = getattr(torch, FORMATS[entry.format][1], None)
