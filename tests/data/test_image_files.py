@@ -51,7 +51,7 @@ def test_sixteen_bit_gray_keeps_its_range_and_precision(tmp_path):
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr"])
 def test_every_color_mode_becomes_the_same_picture(tmp_path, mode):
     image = Image.new("RGB", (32, 32), (255, 255, 255)).convert(mode)
-    add(tmp_path, "a.tiff", image=image)
+    image.save(tmp_path / "a.tiff", compression="tiff_lzw")  # Pillow 12 cannot read its own plain YCbCr
     assert np.abs(pixels(tmp_path / "a.tiff") - 1).max() < 0.02
 
 

@@ -25,10 +25,13 @@ def make_environment(folder: Path) -> Path:
     """Make a virtual environment with all packages of this one but Graft; return its folder of programs."""
     venv.create(folder, with_pip=False)
     names = {"base": str(folder), "platbase": str(folder)}
-    own = Path(sysconfig.get_path("purelib", "venv", names))
+    scheme = (
+        "venv" if "venv" in sysconfig.get_scheme_names() else sysconfig.get_default_scheme()
+    )  # from 3.11 on
+    own = Path(sysconfig.get_path("purelib", scheme, names))
     # Folders that a .pth file adds are not asked for .pth files: an editable Graft among them stays out.
     own.joinpath("others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
-    return Path(sysconfig.get_path("scripts", "venv", names))
+    return Path(sysconfig.get_path("scripts", scheme, names))
 
 
 def pip_install(programs: Path, *options: str) -> None:
