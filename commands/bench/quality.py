@@ -27,7 +27,7 @@ import torch
 from ...starter.clip_l import write_clip_l
 from ...starter.judge import load_judge
 from ...training.config import MemoryConfig
-from ...training.data import BucketConfig, DatasetConfig, encode, scan
+from ...training.data import BucketConfig, CaptionConfig, DatasetConfig, encode, scan
 from ...training.files.input_file import parse_json
 from ...training.user_error import UserError
 from ...training.validation import validation_loss
@@ -47,11 +47,14 @@ class Task:
 
     images: str
     held_out: str
+    trigger: str = ""
+    class_word: str = ""
+    """What preservation without pictures puts in place of the trigger."""
 
 
 TASKS: Mapping[str, Task] = {
     "style": Task("style", "style_validation"),
-    "character": Task("character", "character_validation"),
+    "character": Task("character", "character_validation", "mibo", "animal"),
 }
 
 
@@ -127,9 +130,12 @@ def measure(
     base: dict[str, Values] = {}
     with tempfile.TemporaryDirectory(prefix="graft-quality-") as place:
         denoiser, encoder = load_starter(Path(place))
-        config = DatasetConfig(bucket=BucketConfig(resolutions=(RESOLUTION,)), dtype="fp32")
         for task in tasks:
             images, cache = TASKS[task], Path(place, "cache")
+            words = CaptionConfig(trigger=images.trigger, class_word=images.class_word)
+            config = DatasetConfig(
+                bucket=BucketConfig(resolutions=(RESOLUTION,)), caption=words, dtype="fp32"
+            )
             dataset = encode(scan(STARTER / images.images, config), encoder, cache)
             others = scan(STARTER / images.held_out, config)
             held_out = encode(others, encoder, cache).validation()
