@@ -56,7 +56,9 @@ def artifacts(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def screenshot(request, editor, artifacts):
-    """Keep what the page looked like at the end of every test."""
+def screenshot(request, editor, running, artifacts):
+    """Keep what the page looked like at the end of every test, and show what the server said if it failed."""
+    logged = len(running.log())
     yield
+    print(running.log()[logged:])
     editor.page.screenshot(artifacts / f"{request.node.name}.png")
