@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import comfy.model_management
 import pytest
 from PIL import Image
 
 from graft.tests.support.first_lora import first_lora
-from graft.training.comfy import paths
+from graft.tests.support.tiny_models import TINY
+from graft.training.comfy import paths, versions
+from graft.training.comfy.model.unload import is_loaded
 from graft.training.comfy.run import before_run
 from graft.training.comfy.run.before_run import look_ahead
 
@@ -107,6 +112,38 @@ def test_memory_and_disk_are_those_of_the_plans(graph):
     graph["80"] = {"class_type": "GraftMemorySettings", "inputs": {"budget_gb": 0.01}}
     graph[TRAIN]["inputs"]["memory_settings"] = ["80", 0]
     assert "of memory or more; 10.2 MiB are there" in told(graph)[1]
+
+
+def test_an_estimate_leaves_what_comfyui_has_loaded(graph):
+    before_run._outlined.cache_clear()
+    patcher = TINY["sd35m"]()
+    comfy.model_management.load_models_gpu([patcher])
+    assert "memory (" in told(graph)[0] and is_loaded(patcher)
+
+
+def test_an_estimate_steps_aside_for_a_prompt(graph, monkeypatch):
+    before_run._outlined.cache_clear()
+    queue = SimpleNamespace(get_tasks_remaining=lambda: 1)
+    monkeypatch.setattr(versions, "running_server", lambda: SimpleNamespace(prompt_queue=queue))
+    lines, warnings = told(graph)
+    assert "epochs" in lines and "memory" not in lines + warnings
+
+
+def test_switches_of_training_are_one_threads_at_a_time():
+    order, begun = [], threading.Event()
+
+    def another():
+        begun.set()
+        with versions.training_mode():
+            order.append("another")
+
+    thread = threading.Thread(target=another)
+    with versions.training_mode(), versions.training_mode():
+        thread.start()
+        begun.wait()
+        order.append("first")
+    thread.join()
+    assert order == ["first", "another"]
 
 
 @pytest.mark.parametrize(

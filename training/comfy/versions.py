@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from threading import RLock
 from typing import Any
 
 import comfy.model_management
@@ -37,10 +38,20 @@ def multiplies_fast(layout: str) -> bool:
     return bool(get_layout_class(layout).supports_fast_matmul())
 
 
+_switches = RLock()
+"""Held in `training_mode`, whose switches are the whole process's."""
+
+
 def running_server() -> Any:
     """Return ComfyUI's PromptServer, or None where nodes are executed without one."""
     module = sys.modules.get("server")  # importing it would pull in the web server where there is none
     return getattr(getattr(module, "PromptServer", None), "instance", None)
+
+
+def prompts_wait() -> bool:
+    """Return whether ComfyUI is executing a prompt or has one in its queue."""
+    server = running_server()
+    return server is not None and server.prompt_queue.get_tasks_remaining() > 0
 
 
 @contextlib.contextmanager
@@ -49,17 +60,17 @@ def training_mode() -> Iterator[None]:
 
     Sets ComfyUI's own training switch if it has one, replaces remaining kernels without a backward pass by
     plain PyTorch, and leaves out cuDNN's attention, whose backward pass has returned NaN (diffusers issue
-    9768, pytorch pull request 171627).
+    9768, pytorch pull request 171627). One thread at a time: another waits here.
 
     Under --deterministic, nondeterministic kernels are errors, where ComfyUI only warns: only then does
     PyTorch choose the deterministic backward pass of attention.
     """
     management: Any = comfy.model_management
     preferred: list[SDPBackend] = getattr(comfy.ops, "SDPA_BACKEND_PRIORITY", [])
-    before, cudnn = list(preferred), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    with contextlib.ExitStack() as undo:
+    with _switches, contextlib.ExitStack() as undo:
+        before, cudnn = list(preferred), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         undo.callback(preferred.__setitem__, slice(None), before)
         preferred[:] = [backend for backend in before if backend != SDPBackend.CUDNN_ATTENTION]
         undo.callback(torch.backends.cuda.enable_cudnn_sdp, cudnn)

@@ -124,6 +124,10 @@ class ComfyDenoiser:
     def _patchers(self) -> tuple[Any, ...]:
         return (self.patcher, self.text.clip.patcher) if self.text else (self.patcher,)
 
+    def _rest(self) -> None:
+        """Bring the weights to rest, in host memory; a loaded model may have LoRAs merged into them."""
+        unload(*self._patchers)
+
     def is_faster(self, format: str) -> bool:
         return is_faster(format, self.device)
 
@@ -139,8 +143,7 @@ class ComfyDenoiser:
 
         Everything ComfyUI has on the device is unloaded first.
         """
-        # Weights are taken at rest, in host memory; a loaded model may have LoRAs merged into them.
-        unload(*self._patchers)
+        self._rest()
         with ExitStack() as stack:
             stack.enter_context(training_mode())
             # ComfyUI applies object patches only while a model is loaded. Compiled ones rename their weights.

@@ -21,12 +21,23 @@ from ...family import FAMILIES
 from ...files.tensor_file import FORMATS
 from ...model import Batch
 from ...user_error import UserError
+from ..versions import prompts_wait
 from .denoiser import ComfyDenoiser
 from .loading import require_safetensors
 from .weights import FLOAT8
 
 
-def outline(path: Path) -> ComfyDenoiser:
+class Outline(ComfyDenoiser):
+    """A base model without numbers. Pages ask for estimates on it at any moment: it leaves what ComfyUI has
+    loaded alone, and its `hold` raises RuntimeError while there are prompts.
+    """
+
+    def _rest(self) -> None:
+        if prompts_wait():
+            raise RuntimeError("ComfyUI is executing a prompt")
+
+
+def outline(path: Path) -> Outline:
     """Return the model of a .safetensors file without its weights.
 
     Raises UserError if the file is not a base model.
@@ -42,7 +53,7 @@ def outline(path: Path) -> ComfyDenoiser:
     make_fake(model.diffusion_model)
     _copy_float8(shapes, prefix, model.diffusion_model)
     cpu = torch.device("cpu")
-    return ComfyDenoiser(comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
+    return Outline(comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
 
 
 def outlined_batch(denoiser: ComfyDenoiser, size: int, width: int, height: int) -> Batch:
