@@ -61,6 +61,7 @@ def loss(denoiser, batch, **settings):
         return draw_loss(denoiser, batch, ObjectiveConfig(**settings), seed=0, index=0)[0].item()
 
 
+@pytest.mark.feature(59, 127)
 @on_each
 def test_masks_and_weights_count_as_far_as_they_say(name):
     denoiser, batch = ComfyDenoiser(TINY[name]()), TINY[name].batch()
@@ -80,6 +81,7 @@ def test_masks_and_weights_count_as_far_as_they_say(name):
     assert near * 3 / 8 + far * 5 / 8 == pytest.approx(whole)  # each the mean of its own part
 
 
+@pytest.mark.feature(85)
 @pytest.mark.parametrize(("name", "dtype"), [("sdxl", "fp16"), ("flux", "fp16"), ("sd35m", "bf16")])
 def test_the_network_is_computed_in_the_chosen_format(name, dtype):
     denoiser, seen = ComfyDenoiser(TINY[name]()), []
