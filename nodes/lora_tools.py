@@ -239,7 +239,8 @@ class ConvertLora(_ReadsFiles):
                     default=LAYOUTS[0],
                     tooltip="Layer names. kohya: for ComfyUI and, not tested, Forge and sd-scripts. "
                     "native: for ComfyUI and ai-toolkit; also for diffusers with Qwen-Image, HiDream and "
-                    "Z-Image, and with the blocks of Flux.2. peft: for PEFT on the original model. diffusers: for diffusers.",
+                    "Z-Image, and with the blocks of Flux.2. peft: for PEFT on the original model. "
+                    "diffusers: for diffusers.",
                 ),
                 _dtype((AS_IT_IS, *DTYPES)),
                 _model_file(

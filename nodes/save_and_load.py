@@ -64,8 +64,8 @@ class SaveLora(Node):
                     tooltip="Layer names in the file. ComfyUI's names load in ComfyUI and, not tested, in "
                     "Forge and sd-scripts; for SDXL, Qwen-Image, HiDream and Z-Image in diffusers too, and "
                     "for Flux, Flux.2 and Chroma if trained with targets attn or attn-mlp. ComfyUI cannot "
-                    "read all diffusers names of SD1.5, SD2, SDXL, Lumina 2, Flux.2 and Chroma: those files go to "
-                    "output/diffusers, where Load LoRA does not list them.",
+                    "read all diffusers names of SD1.5, SD2, SDXL, Lumina 2, Flux.2 and Chroma: those files "
+                    "go to output/diffusers, where Load LoRA does not list them.",
                 ),
                 io.String.Input(
                     "trigger",
