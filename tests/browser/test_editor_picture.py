@@ -15,7 +15,7 @@ from PIL import Image
 from graft.dev.make_workflows import LAYOUTS
 
 pytestmark = pytest.mark.browser
-TRAIN = 5
+TRAIN, SAMPLER = 5, 10
 PROMPTS = ("strawberry, sunburst style", "car, sunburst style", "teddy bear, sunburst style", "dog")
 """What the base draws and the dataset does not show."""
 WHOLE = bool(os.environ.get("GRAFT_WHOLE_TEMPLATE"))
@@ -48,6 +48,7 @@ def test_the_picture_of_train_steps(editor, artifacts):
     editor.page.evaluate(f"{ADD_SAMPLE_PROMPTS}({json.dumps(values)})")
     if not WHOLE:
         editor.set(TRAIN, steps=2, batch_size=1, name="picture")
+        editor.set(SAMPLER, steps=2)
     editor.run()
     editor.wait_until_idle(1200)
     panel = f"app.graph.getNodeById({TRAIN}).widgets.find(w => w.name === 'graft_chart').element.shadowRoot"

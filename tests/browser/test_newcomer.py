@@ -14,7 +14,7 @@ import pytest
 from graft.dev.make_workflows import LAYOUTS
 
 pytestmark = pytest.mark.browser
-TRAIN, SAVE, SAVE_IMAGE = 5, 6, 12
+TRAIN, SAVE, SAMPLER, SAVE_IMAGE = 5, 6, 10, 12
 MOST_CLICKS = 5
 
 
@@ -35,6 +35,7 @@ def test_the_first_picture_takes_at_most_five_clicks(editor, running, seconds):
         editor.set(node, name="newcomer")
     if not os.environ.get("GRAFT_WHOLE_TEMPLATE"):
         editor.set(TRAIN, steps=3, batch_size=1)
+        editor.set(SAMPLER, steps=2)
     editor.run()
     clicks = page.clicks - before
     told.append((f"after {clicks} clicks the template runs", seconds()))

@@ -59,7 +59,7 @@ def ran(editor, vue):
     before = [editor.page.evaluate("app.graph.serialize()"), sizes(editor)]
     editor.page.evaluate(CHECK)
     lines = f"(node => {BEFORE})(app.graph.getNodeById({TRAIN}))"
-    editor.page.wait_for(f"{lines}.some(line => line.includes('epochs of 4 images'))")
+    editor.page.wait_for(f"{lines}.length === 4 && {lines}[0].includes('epochs of 4 images')")  # of this name
     before += [editor.page.evaluate(lines), name]
     editor.page.evaluate(NOTIFICATIONS)
     editor.page.evaluate(f"(node => {BELL}.click())(app.graph.getNodeById({TRAIN}))")

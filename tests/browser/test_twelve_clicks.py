@@ -15,7 +15,7 @@ from graft.dev.make_workflows import LAYOUTS
 from graft.tests.support.editor import GRAFT_DIALOG as DIALOG
 
 pytestmark = pytest.mark.browser
-DATASET, TRAIN, ENOUGH = 2, 5, 12
+DATASET, TRAIN, SAMPLER, ENOUGH = 2, 5, 10, 12
 ORIENTATION = 274
 """Number of the EXIF tag."""
 GIVE = """(async files => {
@@ -72,6 +72,7 @@ def test_odd_pictures_become_a_lora_within_twelve_clicks(editor, running, vue):
     editor.set(DATASET, folder=name, trigger="ohwx")  # typed: a click each, counted below
     editor.set(TRAIN, steps=2, batch_size=1, name=name)  # for the time of this test alone
     editor.set(6, name=name)
+    editor.set(SAMPLER, steps=2)
     editor.set(13, every=0)
     editor.node(DATASET, "(node.widgets.find(w => w.type === 'button').callback(), true)")
     page.clicks += 3  # two fields, and the node's button, which the canvas draws

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from graft.commands.headless.server import server
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.checkout import ROOT
 from graft.tests.support.first_lora import first_lora, four_squares, lora
@@ -22,10 +21,9 @@ pytestmark = [
 BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def comfy(comfyui, tmp_path_factory):
-    with server(comfyui, tmp_path_factory.mktemp("api"), cpu=True) as running:
-        yield running
+@pytest.fixture
+def comfy(comfy_server):
+    return comfy_server
 
 
 def block(part):
@@ -47,7 +45,7 @@ def test_the_complete_graph_trains_saves_and_can_be_followed(comfy):
     comfy.wait(answer["prompt_id"])
     assert (comfy.base / "output" / "loras" / "my_lora.safetensors").is_file()
     runs, log, files, _ = block("graft/log").splitlines()
-    (run,) = (found["run"] for found in send(comfy, runs)["runs"])
+    run = next(found["run"] for found in send(comfy, runs)["runs"] if found["run"].startswith("my_lora-"))
     told = send(comfy, log, run)
     assert [entry["step"] for entry in told["entries"]] == list(range(1, 21)) and told["next"] > 0
     assert {"loss", "lr", "grad_norm", "seconds", "smoothed", "validation", "time_left"} <= told["entries"][

@@ -383,9 +383,9 @@ def pretrain(denoiser, tiny, steps):
 @pytest.mark.feature(68, 69)
 @pytest.mark.parametrize("name", ["sdxl", "sd35m", "flux", "qwen"])
 def test_four_images_overfit(name, monkeypatch):
-    """Issue B: on a base pretrained for 500 steps, fixed noise and levels, 200 steps halve the loss."""
+    """On a base pretrained for 250 steps, with fixed noise and levels, 100 steps halve the loss."""
     tiny, denoiser = TINY[name], ComfyDenoiser(TINY[name]())
-    pretrain(denoiser, tiny, 500)
+    pretrain(denoiser, tiny, 250)
     draw = rng.generator
     monkeypatch.setattr(rng, "generator", lambda seed, *key: draw(seed, key[-1]))
     batch = tiny.batch(range(4))
@@ -394,7 +394,7 @@ def test_four_images_overfit(name, monkeypatch):
     noise = torch.randn(x0.shape, generator=draw(CONFIG.seed, "noise"))
     _, target = add_noise(denoiser.sampling, sigma, noise, x0)
     config = dataclasses.replace(CONFIG, batch_size=4, schedule=ScheduleConfig())
-    losses = train(denoiser, Samples(tiny, range(4)), config, None, steps=200).losses
+    losses = train(denoiser, Samples(tiny, range(4)), config, None, steps=100).losses
     print(f"{name}: loss {losses[0] / target.var():.3f} Var(target) -> {losses[-1] / target.var():.4f}")
     assert losses[0] <= 1.1 * target.var()
     assert losses[-1] <= 0.5 * losses[0]

@@ -150,11 +150,11 @@ def test_an_image_that_is_no_number_is_named_and_the_next_prompt_runs(execute, b
     assert_untouched(model, before)
 
 
-def test_fifty_queued_runs_leave_no_memory_and_no_hooks_behind(execute, base_model):
+def test_twenty_queued_runs_leave_no_memory_and_no_hooks_behind(execute, base_model):
     for seed in range(3):
         model, before = whole(execute, base_model, "queued", seed=seed)
     memory = live_bytes()
-    for seed in range(3, 50):
+    for seed in range(3, 20):
         prompt = small("queued", seed=seed)
         prompt["5"]["inputs"] |= {"steps": 1}
         for name in ("sample_prompts", "validation_settings", "checkpoint_settings"):

@@ -51,7 +51,7 @@ def test_other_weights_are_another_model():
     assert fingerprint_of(TINY["sd35m"](seed=0)) != fingerprint_of(TINY["sd35m"](seed=1))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", ["sdxl", "sd35m", "flux"])
 def test_every_number_of_every_weight_counts(name):
     """A LoRA merged into one block, a norm that was trained: none is the old base any more."""
     network = TINY[name]().model.diffusion_model

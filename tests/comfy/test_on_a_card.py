@@ -11,17 +11,18 @@ import pytest
 
 from graft.tests.support.tiny_models import TINY
 
+GRADIENTS = "test_every_adapter_parameter_has_a_gradient_by_step_two"
 STOCK = "test_the_saved_file_through_the_stock_loader_is_the_attached_adapter"
+UNTOUCHED = "test_the_base_is_byte_identical_after_training"
 HERE = Path(__file__).parent
 THERE = (
     "test_crossings.py",
     "test_training.py",
     "test_first_lora.py::test_the_workflow_trains_saves_and_samples",
     "test_text_encoders.py",
-    "test_fingerprint.py::test_every_number_of_every_weight_counts[sdxl]",
-    "test_families.py::test_every_adapter_parameter_has_a_gradient_by_step_two",
-    "test_families.py::test_the_base_is_byte_identical_after_training",
-    *(f"test_families.py::{STOCK}[{name}-lora]" for name in TINY),
+    "test_fingerprint.py::test_every_number_of_every_weight_counts[flux]",
+    *(f"test_families.py::{test}[{name}]" for name in TINY for test in (GRADIENTS, UNTOUCHED)),
+    *(f"test_families.py::{STOCK}[{name}-lora]" for name in ("sdxl", "sd35m", "flux")),
     "test_encoders.py::test_encoders_have_left_the_device_before_the_base_is_held",
 )
 """The tests that run there; GRAFT_TEST_DEVICE=card runs all of tests/comfy there, which takes minutes."""

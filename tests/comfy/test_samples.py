@@ -183,9 +183,9 @@ def interrupted_at(patch, picture):
     patch.setattr(comfy.sample, "sample", interrupted)
 
 
-@pytest.mark.parametrize("picture", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("picture", [2, 3, 6])
 def test_pictures_that_a_kill_prevented_are_drawn_by_the_next_run(execute, base, monkeypatch, picture):
-    """Before the first or the second picture of a set, of those at steps 0, 2 and 4."""
+    """Before the second picture of the set at step 0, the first at step 2, the last at step 4."""
     name = f"killed_{picture}"
     with monkeypatch.context() as patch:
         interrupted_at(patch, picture)
