@@ -66,13 +66,20 @@ bootstrap()
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_folders() -> None:
-    """Begin every file of tests with nothing in models/, input/ and output/, whatever ran before it."""
+    """Begin every file with nothing in models/, input/ and output/ but the starter's text encoder."""
     import folder_paths
 
+    from graft.starter.in_comfyui import TEXT_ENCODER
+
     folder_paths.filename_list_cache.clear()  # it looks into the folders it has seen
+    written, kept = BASE / "models" / "text_encoders" / TEXT_ENCODER, BASE / TEXT_ENCODER
+    if written.exists():  # takes seconds to write
+        written.rename(kept)
     for folder in ("models", "input", "output"):
         shutil.rmtree(BASE / folder, ignore_errors=True)
     make_folders(BASE)
+    if kept.exists():
+        kept.rename(written)
 
 
 @pytest.fixture(scope="session")

@@ -233,7 +233,7 @@ def test_samples_of_a_video_model_are_animated_for_the_node_and_a_video_on_disk(
     settings = samples.SamplePrompts(Clip(tiny), wan_vae(), ("a walk", "a run"), **chosen)
     family, texts = ComfyDenoiser(model).family, {"prompt": {"1": {"class_type": "KSampler"}}}
     writer = samples.SampleWriter(settings, model, family, tmp_path / "samples", 0, 1, metadata=texts)
-    writer.draw(SimpleNamespace(step=1), [0, 1])
+    writer.draw(SimpleNamespace(step=1, weights={}), [0, 1])
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == [f"step-00000001-{index}.{kind}" for index in (0, 1) for kind in ("mp4", "webp")]
     with Image.open(tmp_path / "samples" / names[1]) as animated:

@@ -82,6 +82,30 @@ def test_brackets_of_the_trigger_are_letters_in_a_prompt_and_those_of_the_prompt
     assert drawn == [r"(happy:1.2) ganyu \(genshin\)"]
 
 
+@pytest.mark.parametrize(
+    ("layer", "times"), [("blocks.0.lora_down", 3), ("text_encoders.clip_l.lora_down", 9)]
+)
+def test_a_text_is_encoded_once_for_all_sets_unless_the_lora_changes_it(monkeypatch, layer, times):
+    """Three sets of two prompts, and the negative one of both."""
+    asked, texts = [], ("a square", "a circle", "blurry")
+    monkeypatch.setattr(samples_module, "with_lora", lambda model, clip, *_: (model, clip))
+    monkeypatch.setattr(
+        samples_module, "encode_edit", lambda clip, vae, text, *_: asked.append(text) or f"{text}, encoded"
+    )
+
+    def draw(settings, model, clip, prompt, *_):
+        return [prompt.encode(settings, clip, text, (64, 64)) for text in (prompt.text, settings.negative)]
+
+    monkeypatch.setattr(samples_module, "_sample", draw)
+    plan = samples_module.SamplePrompts("clip", "vae", texts[:2], negative=texts[2])
+    family, known = family_of("Flux"), {}
+    for step in (0, 2, 4):
+        state = types.SimpleNamespace(step=step, weights={layer: None})
+        drawn = list(samples_module.draw_samples(plan, None, state, family, encoded=known))
+        assert drawn == [[f"{text}, encoded", "blurry, encoded"] for text in texts[:2]]
+    assert len(asked) == times and set(asked) == set(texts)
+
+
 @pytest.mark.feature(119)
 def test_samples_are_shown_on_the_node(execute, monkeypatch):
     shown = []

@@ -20,7 +20,7 @@ from ...user_error import UserError
 from ..model.denoiser import ComfyDenoiser
 from ..model.sound import Sound
 from .sample_model import require_same_layers
-from .samples import SamplePrompts, draw_samples
+from .samples import Encoded, SamplePrompts, draw_samples
 
 LARGEST_HEIGHT = 512
 """Pixels of a sample in the grid; larger ones are scaled down."""
@@ -86,12 +86,14 @@ def checkpoint_grid(
     settings = settings.of(family)
     total = len(handles) * len(strengths) * len(settings.prompts)
     rows: list[str] = []
+    encoded: Encoded = {}
     drawn: list[list[Image.Image]] = [[] for _ in settings.prompts]
     for chosen in handles:
         state = chosen.load()
         for strength in strengths:
+            trained = family_named(state.family)
             images = draw_samples(
-                settings, model, state, family_named(state.family), trigger, strength=strength
+                settings, model, state, trained, trigger, strength=strength, encoded=encoded
             )
             for column, frames in enumerate(images):
                 assert not isinstance(frames, Sound)

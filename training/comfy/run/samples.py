@@ -27,7 +27,7 @@ from ...config import SampleConfig
 from ...data.bucket import Size
 from ...data.caption import LONGEST, LYRICS, literal
 from ...data.open_sample import fit_image
-from ...family import Family
+from ...family import Family, is_text
 from ...files.whole_file import whole_file
 from ...log import log
 from ...loop import Handles
@@ -58,6 +58,10 @@ IMAGE, CLIP, SOUND = KINDS = (".png", ".webp", ".flac")
 """Endings of a sample's file: of an image, of a clip as the node shows it, and of a sound."""
 LYRICS_MARK, LINE_MARK = " [lyrics] ", " / "
 """In a prompt: before the lyrics of a song, and between two lines of them."""
+
+
+Encoded = dict[str, Any]
+"""A text -> the CONDITIONING that the text encoder gives of it."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,8 @@ class SampleWriter:
     node_id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Goes into the files: "workflow" and "prompt", as ComfyUI's Save Image writes them."""
+    encoded: Encoded = field(default_factory=dict)
+    """The texts of earlier sets, so that the text encoder is not loaded for each set anew."""
 
     def on_start(self, states: States) -> None:
         """Draw the first set, and whatever is missing of the sets that are due, as after a kill. Warn of sets
@@ -214,7 +220,7 @@ class SampleWriter:
         )  # an Exception in one version of ComfyUI
         bar = comfy.utils.ProgressBar(self.last - self.first, node_id=self.node_id)
         try:
-            drawn = draw_samples(settings, self.model, state, self.family, self.trigger)
+            drawn = draw_samples(settings, self.model, state, self.family, self.trigger, encoded=self.encoded)
             for index, frames in zip(indices, drawn, strict=True):
                 texts = {**self.metadata, "graft_prompt": self.settings.prompts[index]}
                 if isinstance(frames, Sound):
@@ -240,18 +246,20 @@ def draw_samples(
     trigger: str = "",
     *,
     strength: float = 1.0,
+    encoded: Encoded | None = None,
 ) -> Iterator[Sequence[Image.Image] | Sound | None]:
     """Yield one image, the frames of a clip or a sound per prompt, drawn with the LoRA of `state`; None if
-    memory runs out.
+    memory runs out. What the text encoder gives is kept in `encoded`, unless the LoRA changes it.
     """
     settings, drawn_by = settings.of(family), settings.drawn_by(family)
     patched, clip = with_lora(
         model if settings.model is None else settings.model, settings.clip, state, family, strength
     )
     seed = settings.seed + (state.step if settings.walk_seed else 0)
+    known = {} if encoded is None or any(map(is_text, state.weights)) else encoded
     for prompt, references in zip(settings.prompts, settings.references, strict=True):
         text = prompt.replace("[trigger]", literal(trigger))
-        yield _draw_prompt(settings, patched, clip, Prompt(text, references, drawn_by), seed)
+        yield _draw_prompt(settings, patched, clip, Prompt(text, references, drawn_by, known), seed)
 
 
 @dataclass(frozen=True)
@@ -261,9 +269,19 @@ class Prompt:
     text: str
     references: Sequence[Tensor]
     family: Family
+    encoded: Encoded = field(default_factory=dict)
 
     def encode(self, settings: SamplePrompts, clip: Any, text: str, size: Size) -> Any:
-        """Return the CONDITIONING of a text with the references, which get about as many pixels as `size`."""
+        """Return the CONDITIONING of a text with the references, which get about as many pixels as `size`.
+        Texts alone are encoded once.
+        """
+        if self.references:
+            return self._encode(settings, clip, text, size)
+        if text not in self.encoded:
+            self.encoded[text] = self._encode(settings, clip, text, size)
+        return self.encoded[text]
+
+    def _encode(self, settings: SamplePrompts, clip: Any, text: str, size: Size) -> Any:
         if settings.is_sound:
             song = LYRICS.join(part.replace(LINE_MARK, "\n") for part in text.split(LYRICS_MARK, 1))
             return with_seconds(encode_song(clip, song), settings.seconds)
