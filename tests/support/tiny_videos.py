@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import cache, partial
 from unittest.mock import patch
 
+import comfy.ldm.ace.vae.music_dcae_pipeline as ace
 import comfy.ldm.hunyuan_video.vae_refiner as refiner
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
 import comfy.ldm.wan.vae as wan
@@ -60,6 +61,16 @@ _HUNYUAN_VAE = {
     "z_channels": 32,
 }
 
+_ACE_VAE = (
+    {
+        **{f"{side}_block_out_channels": (8, 8, 16, 32) for side in ("encoder", "decoder")},
+        **{f"{side}_layers_per_block": (1, 1, 1, 1) for side in ("encoder", "decoder")},
+        "attention_head_dim": 8,
+    },
+    {"depths": [1] * 4, "dims": [16] * 4, "num_mels": 16, "upsample_initial_channel": 256},
+)
+"""Of a mel spectrogram's autoencoder, and of what makes samples of it."""
+
 
 def _smaller(kind, **sizes):
     """Return a class in place of `kind` with these sizes, whatever else it is asked for."""
@@ -111,7 +122,16 @@ def oobleck_vae():
     return _load(small(), lambda: patch.object(comfy.sd, "AudioOobleckVAE", small))
 
 
-for vae in (wan_vae, wan22_vae, ltx_vae, hunyuan_vae, oobleck_vae):
+@cache
+def ace_vae():
+    """ACE-Step's: 4096 samples and 8 mel bands a cell, 8 channels."""
+    made = ace.MusicDCAE.__init__
+    return _load(
+        ace.MusicDCAE(44100, *_ACE_VAE), lambda: patch.object(made, "__defaults__", (None, *_ACE_VAE))
+    )
+
+
+for vae in (wan_vae, wan22_vae, ltx_vae, hunyuan_vae, oobleck_vae, ace_vae):
     atexit.register(vae.cache_clear)  # while ComfyUI is still there to unload them
 
 WAN_I2V = Tiny("WAN21_T2V", {**_WAN, "in_dim": 36}, "WAN22_I2V", frames=3)
