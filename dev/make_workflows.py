@@ -320,8 +320,8 @@ into a painting*. *references*: the folder of what they are made from, under the
 folders, one a line, give each result several originals.
 
 **2** The **base** model of Klein, its text encoder and its VAE. The LoRA also works on the distilled Klein: \
-to see how, load that in a second **Load Base Model** and connect it to *model* of **Sample Prompts**, with 4 \
-*steps* there.
+to see how, load that in a second **Load Base Model** and connect it to *model* of **Sample Prompts**, with \
+4 *steps* there.
 
 **3** A picture that is not among the pairs. It is edited every 250 steps, and at the end.
 
@@ -334,8 +334,8 @@ ACE_STEP = """\
 A voice, an instrument or a genre, from your own songs.
 
 **1** 10 to 50 songs, *night.mp3* beside *night.txt* with its tags: *soul, piano, female voice, slow*. The \
-words that are sung go into *night_lyrics.txt*, with *[verse]* and *[chorus]* on lines of their own. The first \
-*seconds* of each song are trained, so write the lyrics of those alone. Shorter songs are named before \
+words that are sung go into *night_lyrics.txt*, with *[verse]* and *[chorus]* on lines of their own. The \
+first *seconds* of each song are trained, so write the lyrics of those alone. Shorter songs are named before \
 anything is trained.
 
 **2** *ace_step_v1_3.5b* has everything in one file.
