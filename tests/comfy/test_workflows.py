@@ -56,6 +56,7 @@ WITH_OTHER_FILES = {
     "zimage": (TINY["zimage"], None),
     "krea2": (OTHERS["krea2"], wan_vae),
     "anima": (OTHERS["anima"], wan_vae),
+    "ernie": (OTHERS["ernie"], flux2_vae),
 }
 """Models that *Train on my pictures* trains with other files, by the table in docs/compatibility.md -> a tiny
 one and its VAE, the demo's if None."""
@@ -308,6 +309,7 @@ class LoadedClip(Clip):
         return ()
 
 
+@pytest.mark.feature(144, 147, 149)
 @pytest.mark.parametrize(
     "name, model",
     [*((name, "") for name in OF_ANOTHER_KIND), *(("my_pictures", model) for model in WITH_OTHER_FILES)],
