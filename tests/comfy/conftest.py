@@ -112,6 +112,7 @@ def graft_nodes():
         "nodes_qwen.py",
         "nodes_wan.py",
         "nodes_edit_model.py",
+        "nodes_latent.py",  # before what 0.33 imports in a circle
         "nodes_post_processing.py",
         "nodes_ace.py",
         "nodes_audio.py",

@@ -122,7 +122,7 @@ def flux2_vae():
     """Flux.2's: 16 x 16 pixels a cell, 128 channels."""
     small = {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
-    def build(ddconfig, embed_dim):
+    def build(ddconfig, embed_dim, **_):
         return AutoencoderKL(ddconfig={**ddconfig, **small}, embed_dim=embed_dim)
 
     config = {"double_z": True, "z_channels": 32, "resolution": 256, "in_channels": 3, "out_ch": 3}
