@@ -291,8 +291,7 @@ Settings** with *base* nf4 needs the least.
 
 **3** A picture that is not among the pairs. It is edited every 250 steps, and at the end.
 
-**Flux Kontext**, **Flux.2** and **Klein**: choose the model, and draw with *CLIP Text Encode*, *VAE Encode* \
-and *Reference Latent* in place of the two prompts here. What is trained is the same."""
+For **Flux.2**, **Klein** and **Flux Kontext** take *10 Flux.2 Klein edit from pairs*."""
 
 WAN22_5B_I2V = """\
 # Image to video: a movement for Wan 2.2 5B
@@ -309,6 +308,42 @@ camera, a dance, something that melts.
 
 **Dataset Settings**: *first frame* 1 gives it always; 0.5 trains text to video in the other half. *fps* 24 \
 is this model's. For the two experts of Wan 2.2 14B take *07 Wan 2.2 clips* with the two i2v files."""
+
+KLEIN_EDIT = """\
+# An edit for Flux.2 Klein, from pairs
+
+What to do with a picture: clean up a drawing, dress a person, age a photo. Each pair is a picture, and what \
+is to become of it.
+
+**1** *folder*: 10 to 50 results, *house.png* beside *house.txt*, which says what is done: *turn the drawing \
+into a painting*. *references*: the folder of what they are made from, under the same names. Two or three \
+folders, one a line, give each result several originals.
+
+**2** The **base** model of Klein, its text encoder and its VAE. The LoRA also works on the distilled Klein: \
+to see how, load that in a second **Load Base Model** and connect it to *model* of **Sample Prompts**, with \
+4 *steps* there.
+
+**3** A picture that is not among the pairs. It is edited every 250 steps, and at the end.
+
+**Flux Kontext**: choose *flux1-dev-kontext*, CLIP-L, T5 and *ae*; draw at *cfg* 1, with *Flux Guidance* 2.5 \
+behind the prompt and *Empty SD3 Latent*. **Flux.2 Dev**: choose its files, and draw at *cfg* 1."""
+
+ACE_STEP = """\
+# Songs for ACE-Step
+
+A voice, an instrument or a genre, from your own songs.
+
+**1** 10 to 50 songs, *night.mp3* beside *night.txt* with its tags: *soul, piano, female voice, slow*. The \
+words that are sung go into *night_lyrics.txt*, with *[verse]* and *[chorus]* on lines of their own. The \
+first *seconds* of each song are trained, so write the lyrics of those alone. Shorter songs are named before \
+anything is trained.
+
+**2** *ace_step_v1_3.5b* has everything in one file.
+
+**3** A sample plays on the node every 500 steps. In **Sample Prompts** *[lyrics]* comes between tags and \
+words, and a stroke between two lines.
+
+Fewer *seconds*, here and there, take less memory."""
 
 
 LAYOUTS = {
@@ -409,6 +444,28 @@ LAYOUTS = {
             ("How it is trained", ((2,), (4, 5), (7,), (8,))),
             ("Draw with it", ((10, 11, 12), (13, 14), (15,))),
             ("Save", ((9,),)),
+        ),
+        "",
+    ),
+    "klein_edit": Layout(
+        "10 Flux.2 Klein edit from pairs",
+        KLEIN_EDIT,
+        ((2,), (1,), (6,)),
+        (
+            ("How it is trained", ((3, 4), (7,), (8,))),
+            ("Edit with it", ((10, 11), (12, 13, 14, 15), (16, 17), (18, 19))),
+            ("Look at the pairs, and save", ((5, 20), (9,))),
+        ),
+        "",
+    ),
+    "ace_step": Layout(
+        "11 ACE-Step songs",
+        ACE_STEP,
+        ((2,), (1,), (6,)),
+        (
+            ("How it is trained", ((3, 4), (5,))),
+            ("Sing with it", ((8, 9), (10, 11, 12), (13, 14))),
+            ("Save", ((7,),)),
         ),
         "",
     ),

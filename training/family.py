@@ -611,7 +611,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "LTXV": replace(_LTXV, first_frame="nodes_lt.LTXVImgToVideo"),
     "LTXAV": replace(_LTXV, name="LTXAV", arch=("ltx2",)),
-    "ACEStep": replace(_FLOW, name="ACEStep", shift=3.0, clip_type="ACE"),  # ace-step/ACE-Step, trainer.py
+    "ACEStep": replace(
+        _FLOW,
+        name="ACEStep",
+        shift=3.0,  # ace-step/ACE-Step, trainer.py
+        cfg=5.0,  # Comfy-Org/workflow_templates, audio_ace_step_1_t2a_song
+        clip_type="ACE",
+    ),
     "Anima": replace(
         _FLOW,
         name="Anima",

@@ -118,6 +118,11 @@ def graft_nodes():
         "nodes_string.py",
         "nodes_qwen.py",
         "nodes_wan.py",
+        "nodes_edit_model.py",
+        "nodes_latent.py",  # before what 0.33 imports in a circle
+        "nodes_post_processing.py",
+        "nodes_ace.py",
+        "nodes_audio.py",
     ):
         asyncio.run(
             nodes.load_custom_node(str(COMFYUI / "comfy_extras" / extra), module_parent="comfy_extras")

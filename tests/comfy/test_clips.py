@@ -11,11 +11,13 @@ import comfy.sample
 import comfy.utils
 import pytest
 import torch
+from comfy_api.input_impl import VideoFromFile
 from PIL import Image
 
 import nodes
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.clips import decoded, moving, write_clip
+from graft.tests.support.datasets import add
 from graft.tests.support.memory import measured
 from graft.tests.support.recorded import recorded
 from graft.tests.support.tiny_others import OTHERS
@@ -45,7 +47,7 @@ CLIPS = DatasetConfig(
 
 
 class Case:
-    """A video model with its VAE and a dataset of one clip of 9 frames."""
+    """A video model with its VAE and a dataset of one clip of 9 frames; `mixed` has an image too."""
 
     def __init__(self, name, folder):
         self.tiny, vae = FIRST_FRAMES[name]
@@ -54,6 +56,9 @@ class Case:
         self.encoder = ComfyEncoder(self.vae, Clip(self.tiny), self.denoiser.family)
         self.data = encode(scan(self.path.parent, CLIPS), self.encoder, folder / name / "cache")
         self.frames = decoded(self.path)
+        write_clip(folder / name / "mixed" / "a.mp4", moving(9))
+        add(folder / name / "mixed", "b.png", "a still")
+        self.mixed = encode(scan(folder / name / "mixed", CLIPS), self.encoder, folder / name / "cache")
 
     def stock(self):
         """The CONDITIONING and LATENT of the stock node that takes this model's first frame."""
@@ -122,12 +127,13 @@ def test_frames_that_are_given_stay_clean_and_out_of_the_loss(case, monkeypatch)
     assert not torch.equal(calls[0]["x"][:, :, 1], x0[:, :, 1])
 
 
-def test_clips_train_alike_with_checkpointed_blocks_and_without(case):
+def test_clips_and_images_train_alike_with_checkpointed_blocks_and_without(case):
     """LTX-Video too, whose first step in each mode fails and is computed again with copies."""
     if PRETENDED and case.denoiser.family.name == "LTXV":
         pytest.skip("an error in a backward pass on the pretended card ends the process, in torch")
+    assert {case.mixed.batch(1, seed=0, index=i).latents.shape[2] == 1 for i in range(2)} == {True, False}
     one, other = (
-        train(case.denoiser, case.data, replace(CONFIG, memory=memory), None, steps=2)
+        train(case.denoiser, case.mixed, replace(CONFIG, memory=memory), None, steps=2)
         for memory in (MemoryConfig(dtype="fp32", checkpointing=mode) for mode in ("none", "block"))
     )
     assert one.losses == other.losses
@@ -156,6 +162,18 @@ def test_a_share_of_the_clips_is_trained_without_its_first_frame_and_the_same_on
     assert given == ["denoise_mask" in data.batch(1, seed=0, index=i).conditioning[0] for i in range(40)]
     plain = encode(scan(case.path.parent, replace(CLIPS, first_frame=0.0)), case.encoder, tmp_path / "cache")
     assert "denoise_mask" not in plain.batch(1, seed=0, index=0).conditioning[0]
+
+
+def test_a_video_of_comfyuis_own_is_trained_as_its_file_is(tmp_path, graft_nodes):
+    case = Case("wan_i2v", tmp_path)
+    widgets = {"resolution": "64", "trigger": "", "missing_captions": "error", "caption_dropout": 0.0}
+    widgets |= {"repeats": 1, "flip": False, "frames": 9}
+    given = {"videos": [VideoFromFile(str(case.path))], "captions": ["a clip"]}
+    only = {name: [value] for name, value in widgets.items()}
+    videos = graft_nodes["GraftDatasetFromVideos"].execute(**given, **only).result[0]
+    batch = encode(videos, case.encoder, tmp_path / "cache").batch(1, seed=0, index=0)
+    stored = case.data.batch(1, seed=0, index=0).latents.bfloat16().float()
+    assert torch.equal(batch.latents, stored) and batch.captions == ["a clip"]
 
 
 def test_clips_for_a_vae_of_images_are_refused_before_anything_is_encoded(tmp_path, monkeypatch):

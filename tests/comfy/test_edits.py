@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from comfy_extras.nodes_edit_model import ReferenceLatent
+from comfy_extras.nodes_flux import FluxKontextMultiReferenceLatentMethod
 from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit, TextEncodeQwenImageEditPlus
 from PIL import Image
 from torch.nn import functional as F
@@ -106,6 +107,11 @@ def stock_reference(clip, vae, caption, image):
     return ReferenceLatent.execute(conditioning, {"samples": vae.encode(image)}).result[0]
 
 
+def stock_krea(clip, vae, caption, image):
+    method = FluxKontextMultiReferenceLatentMethod
+    return method.execute(stock_reference(clip, vae, caption, image), "index").result[0]
+
+
 def stock_qwen(clip, vae, caption, image):
     return TextEncodeQwenImageEditPlus.execute(clip, caption, vae, image).result[0]
 
@@ -128,10 +134,13 @@ def stock_z_image(clip, vae, caption, image):
         ("qwen", stock_qwen, "qwen_image_edit_2511"),
         ("qwen", stock_first_qwen, "qwen_image_edit"),
         ("zimage", stock_z_image, ""),
+        ("krea2", stock_krea, ""),
     ],
 )
 def test_a_step_on_a_pair_sees_what_the_stock_nodes_give_the_sampler(name, node, file, pairs):
-    tiny = TINY[name]
+    tiny = {**TINY, **EDITS}[name]
+    if tiny.missing:
+        pytest.skip(f"this ComfyUI has no {tiny.config}")
     denoiser = ComfyDenoiser(tiny())
     denoiser.family = family_in(file, denoiser.patcher)
     stock = node(FakeClip(tiny), FakeVae(tiny), "caption b", pixels_of(pairs / "sources" / "b.png"))

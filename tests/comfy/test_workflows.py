@@ -19,9 +19,10 @@ from graft.commands.headless.server import comfyui_version
 from graft.dev.make_workflows import BLUEPRINT, LAYOUTS, at_demo_size, editor_file, written
 from graft.tests.support.clips import moving, write_clip
 from graft.tests.support.first_lora import four_squares
+from graft.tests.support.sounds import wave, write_sound
 from graft.tests.support.tiny_models import TINY
 from graft.tests.support.tiny_others import OTHERS
-from graft.tests.support.tiny_videos import Clip, wan22_vae, wan_vae
+from graft.tests.support.tiny_videos import Clip, ace_vae, flux2_vae, wan22_vae, wan_vae
 from graft.training.comfy.model import loading
 
 FOLDER = Path(graft.__file__).parent / "example_workflows"
@@ -47,6 +48,8 @@ OLDEST = "0.3.75"
 OF_ANOTHER_KIND = {
     "qwen_edit": (TINY["qwen"], wan_vae, "four_squares", {".png"}),
     "wan22_5b_i2v": (OTHERS["wan_5b"], wan22_vae, "one_clip", {".mp4", ".webp"}),
+    "klein_edit": (TINY["flux2"], flux2_vae, "four_squares", {".png"}),
+    "ace_step": (OTHERS["ace"], ace_vae, "one_song", {".flac"}),
 }
 """Workflows that the demo's base model cannot run -> a tiny model and a VAE of theirs, a folder of the test,
 and the samples that are drawn."""
@@ -54,6 +57,7 @@ WITH_OTHER_FILES = {
     "zimage": (TINY["zimage"], None),
     "krea2": (OTHERS["krea2"], wan_vae),
     "anima": (OTHERS["anima"], wan_vae),
+    "ernie": (OTHERS["ernie"], flux2_vae),
 }
 """Models that *Train on my pictures* trains with other files, by the table in docs/compatibility.md -> a tiny
 one and its VAE, the demo's if None."""
@@ -306,12 +310,13 @@ class LoadedClip(Clip):
         return ()
 
 
+@pytest.mark.feature(144, 147, 149)
 @pytest.mark.parametrize(
     "name, model",
     [*((name, "") for name in OF_ANOTHER_KIND), *(("my_pictures", model) for model in WITH_OTHER_FILES)],
 )
 def test_a_workflow_of_another_kind_runs_on_a_tiny_model_of_its_own(name, model, execute, base, monkeypatch):
-    """On four images, each its own reference, or a clip; a model of other files also draws."""
+    """On four images, each its own reference, a clip or a sound; a model of other files also draws."""
     if model:
         (tiny, vae), folder, endings = WITH_OTHER_FILES[model], "four_squares", {".png"}
     else:
@@ -330,6 +335,7 @@ def test_a_workflow_of_another_kind_runs_on_a_tiny_model_of_its_own(name, model,
     )
     shutil.copy(four_squares(base) / "red.png", base / "input" / "example.png")
     write_clip(base / "input" / "one_clip" / "a.mp4", moving(9))
+    write_sound(base / "input" / "one_song" / "a.wav", wave(1.5), "a tone")
     prompt, size = load(FOLDER / "api" / f"{name}.json"), {"width": 64, "height": 64}
     files = {"model": "graft_tiny_sd3.safetensors", "text_encoder_1": "from checkpoint"}
     small = {
@@ -339,6 +345,8 @@ def test_a_workflow_of_another_kind_runs_on_a_tiny_model_of_its_own(name, model,
         "GraftTrainSteps": {"steps": 2},
         "GraftSamplePrompts": {**size, "steps": 1, "every": 2},
         "EmptySD3LatentImage": size,
+        "EmptyFlux2LatentImage": size,
+        "ImageScaleToTotalPixels": {"megapixels": 0.01},
         "Wan22ImageToVideoLatent": {**size, "length": 5},
         "KSampler": {"steps": 1},
     }
@@ -346,6 +354,7 @@ def test_a_workflow_of_another_kind_runs_on_a_tiny_model_of_its_own(name, model,
         given = node["inputs"]
         given |= small.get(node["class_type"], {})
         given |= {"frames": 5} if given.get("frames", 0) > 1 else {}
+        given |= {"seconds": 1.5} if given.get("seconds") else {}
         given |= {"references": folder} if given.get("references") else {}
         given |= {"model": ["turbo", 0]} if model and node["class_type"] == "GraftSamplePrompts" else {}
         given |= {"filename_prefix": f"graft/{name}{model}"} if "filename_prefix" in given else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from graft.training.data.clip import ClipHeader
 
 from ..support.clips import decoded, moving, write_clip
 from ..support.datasets import SMALL, FakeEncoder, add
+from ..support.sounds import wave, write_sound
 
 CLIPS = replace(SMALL, frames=9)
 
@@ -211,31 +211,37 @@ def damaged(folder):
     write_clip(folder / "good.mp4", moving(9))
     write_clip(folder / "short.mp4", moving(5))
     write_clip(folder / "odd.mp4", moving(10), times=[0, 40, 100, 260, 300, 500, 640, 700, 760, 1100])
-    for name in ("empty.mp4", "torn.mp4", "text.webm", "sound.mkv", "list.mp4", "none.frames"):
+    for name in ("empty.mp4", "torn.mp4", "text.webm", "sound.mkv", "list.mp4", "none.frames", "zero.mkv"):
         (folder / name).with_suffix(".txt").write_text("a clip")
     (folder / "empty.mp4").write_bytes(b"")
     (folder / "torn.mp4").write_bytes((folder / "good.mp4").read_bytes()[:700])
     (folder / "text.webm").write_text("not a video")
     (folder / "list.mp4").write_text("#EXTM3U\n#EXTINF:1,\ngood.mp4\n")  # would open other files
     (folder / "none.frames").mkdir()
-    shutil.copy(folder / "text.webm", folder / "sound.mkv")
+    write_sound(folder / "sound.mka", wave(1.0), caption=None).rename(folder / "sound.mkv")
+    with av.open(str(folder / "zero.mkv"), "w") as container:
+        stream = container.add_stream("libx264", rate=16)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        container.start_encoding()
     return folder
 
 
 def test_one_error_names_every_clip_that_cannot_be_trained_before_any_is_encoded(tmp_path):
     folder = damaged(tmp_path / "clips")
-    with pytest.raises(ValueError, match="8 file") as error:
+    with pytest.raises(ValueError, match="9 file") as error:
         scan(folder, CLIPS)
     for name, reason in {
         "short.mp4": "has 5 frames, but 9 are asked for; lower 'frames' in Load Dataset",
         "odd.mp4": r"its frame rate varies (2.94 to 25 per second); set fps in Dataset Settings",
         "none.frames": "has no frames",
+        "zero.mkv": "damaged or not readable (End of file)",
+        "sound.mkv": "has no video stream",
     }.items():
         assert f"{name}: {reason}" in str(error.value)
-    [damaged_files] = (line for line in str(error.value).splitlines() if "damaged or not readable" in line)
-    assert all(name in damaged_files for name in ("empty.mp4", "torn.mp4", "text.webm", "list.mp4"))
+    damaged_files = "damaged or not readable (Invalid data found when processing input)"
+    assert f"4 files: {damaged_files}: empty.mp4, list.mp4, text.webm, torn.mp4" in str(error.value)
     images = scan(folder, replace(CLIPS, skip_bad=True))
-    assert [sample.name for sample in images.samples] == ["good.mp4"] and len(images.skipped) == 8
+    assert [sample.name for sample in images.samples] == ["good.mp4"] and len(images.skipped) == 9
 
 
 def test_clips_that_only_decoding_shows_as_damaged_are_all_named_and_the_others_stay_encoded(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import wave as wav
 from dataclasses import replace
 
 import pytest
@@ -84,14 +85,16 @@ def test_one_error_names_every_sound_that_cannot_be_trained(tmp_path):
     write_sound(folder / "short.flac", wave(0.2))
     write_clip(folder / "silent.mp4", moving(9))
     (folder / "silent.mp4").rename(folder / "silent.ogg")
+    with wav.open(str(folder / "none.wav"), "wb") as file:
+        file.setparams((2, 2, RATE, 0, "NONE", ""))
     (folder / "text.mp3").write_text("not a sound")
     (folder / "empty.wav").write_bytes(b"")
-    for name in ("silent", "text", "empty"):
+    for name in ("silent", "text", "empty", "none"):
         (folder / f"{name}.txt").write_text("a tone")
-    with pytest.raises(ValueError, match="4 file") as error:
+    with pytest.raises(ValueError, match="5 file") as error:
         scan(folder, SOUNDS)
     short = "short.flac: has 0.2 seconds, but 0.5 are asked for; lower 'seconds' in Load Dataset"
-    assert short in str(error.value)
+    assert short in str(error.value) and "none.wav: has no sound in its track" in str(error.value)
     damaged = "\n".join(line for line in str(error.value).splitlines() if "damaged or not readable" in line)
     assert all(name in damaged for name in ("silent.ogg", "text.mp3", "empty.wav"))
     with pytest.raises(ValueError, match="'clips' uniform takes nothing; choose head or chunks"):

@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
+from graft.tests.support.clips import moving, write_clip
 from graft.tests.support.datasets import SMALL, FakeEncoder, add, picture
+from graft.tests.support.sounds import wave, write_sound
 from graft.tests.support.tiny import Flow
 from graft.training.config import AdapterConfig, MemoryConfig, ObjectiveConfig, TrainConfig
 from graft.training.data import encode, join, scan
@@ -137,6 +139,20 @@ def test_what_one_of_several_folders_does_is_written_down(tmp_path):
     assert {key: found[key] for key in expected} == expected
     sides = [side for size in dataset.index.buckets for side in size]
     assert (int(found["ss_min_bucket_reso"]), int(found["ss_max_bucket_reso"])) == (min(sides), max(sides))
+
+
+def test_a_clips_frames_are_no_size_and_sounds_have_none(tmp_path):
+    write_clip(tmp_path / "clips" / "a.mp4", moving(9))
+    write_sound(tmp_path / "sounds" / "a.wav", wave(1.0))
+    clips, sounds = (
+        encode(scan(tmp_path / name, replace(SMALL, **settings)), FakeEncoder(), tmp_path / "cache")
+        for name, settings in (("clips", {"frames": 9}), ("sounds", {"seconds": 0.5}))
+    )
+    found = run_metadata(CONFIG, clips, FAMILIES["WAN21_T2V"], Flow(), name="x")
+    assert found["ss_min_bucket_reso"] == found["ss_max_bucket_reso"] == "64"
+    assert json.loads(found["ss_bucket_info"])["buckets"]["0"]["resolution"] == [64, 64, 9]
+    found = run_metadata(CONFIG, sounds, FAMILIES["ACEStep"], Flow(), name="x")
+    assert not [key for key in found if "resolution" in key or "bucket" in key]
 
 
 def test_layers_have_the_keys_of_sd_scripts_and_native_ones_where_it_has_none():

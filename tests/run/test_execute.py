@@ -145,6 +145,29 @@ def test_a_run_goes_on_with_the_defaults_its_model_had_when_it_began(tmp_path, m
     assert ("objective.json" in caplog.text) != kept
 
 
+def test_a_run_goes_on_with_the_guidance_its_model_had_when_it_began(tmp_path, monkeypatch):
+    seen, denoise = [], TinyDenoiser.denoise
+
+    def watched(self, x_t, sigma, batch):
+        seen.append(batch.extras[0].get("guidance") if batch.extras else None)
+        return denoise(self, x_t, sigma, batch)
+
+    monkeypatch.setattr("graft.tests.support.tiny.TinyDenoiser.denoise", watched)
+    for steps, guidance, expected in ((1, 1.0, 1.0), (2, 3.5, 1.0), (3, None, None)):
+        row = dataclasses.replace(TinyDenoiser.family, guidance=guidance)
+        monkeypatch.setattr("graft.tests.support.tiny.TinyDenoiser.family", row)
+        seen.clear()
+        go(tmp_path, steps)
+        assert set(seen) == {expected}
+    kept = json.loads((tmp_path / "objective.json").read_text())
+    (tmp_path / "objective.json").write_text(json.dumps({**kept, "guidance": -1.0}))  # an earlier version's
+    row = dataclasses.replace(TinyDenoiser.family, guidance=2.0)
+    monkeypatch.setattr("graft.tests.support.tiny.TinyDenoiser.family", row)
+    seen.clear()
+    go(tmp_path, 4)
+    assert set(seen) == {2.0}
+
+
 def test_the_log_keeps_what_it_says_of_later_checkpoints(tmp_path):
     rarely = CheckpointConfig(minutes=60)
     go(tmp_path, 6, saving=rarely)

@@ -16,10 +16,9 @@ def wave(seconds, channels=2):
 
 
 def write_sound(path, samples, caption="a tone"):
-    """Write samples (channels, N) as .wav, .flac or .mp3."""
-    codec, kind = {".wav": ("pcm_s16le", "s16"), ".flac": ("flac", "s16"), ".mp3": ("libmp3lame", "s16p")}[
-        path.suffix
-    ]
+    """Write samples (channels, N) as .wav, .flac, .mp3 or .mka."""
+    known = {".flac": ("flac", "s16"), ".mp3": ("libmp3lame", "s16p")}
+    codec, kind = known.get(path.suffix, ("pcm_s16le", "s16"))
     layout = "stereo" if len(samples) == 2 else "mono"
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = (samples * 32767).astype(np.int16)

@@ -8,12 +8,14 @@ from contextlib import nullcontext
 from functools import cache, partial
 from unittest.mock import patch
 
+import comfy.ldm.ace.vae.music_dcae_pipeline as ace
 import comfy.ldm.hunyuan_video.vae_refiner as refiner
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
 import comfy.ldm.wan.vae as wan
 import comfy.ldm.wan.vae2_2 as wan22
 import comfy.sd
 import torch
+from comfy.ldm.models.autoencoder import AutoencoderKL
 
 from graft.tests.support import dynamic_vram
 from graft.tests.support.tiny_models import Tiny, fill
@@ -60,6 +62,16 @@ _HUNYUAN_VAE = {
     "z_channels": 32,
 }
 
+_ACE_VAE = (
+    {
+        **{f"{side}_block_out_channels": (8, 8, 16, 32) for side in ("encoder", "decoder")},
+        **{f"{side}_layers_per_block": (1, 1, 1, 1) for side in ("encoder", "decoder")},
+        "attention_head_dim": 8,
+    },
+    {"depths": [1] * 4, "dims": [16] * 4, "num_mels": 16, "upsample_initial_channel": 256},
+)
+"""Of a mel spectrogram's autoencoder, and of what makes samples of it."""
+
 
 def _smaller(kind, **sizes):
     """Return a class in place of `kind` with these sizes, whatever else it is asked for."""
@@ -70,7 +82,8 @@ def _load(network, building=nullcontext, metadata=None):
     """Return a VAE as ComfyUI loads the file of a network with random weights."""
     fill(network, 0)
     state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    state |= {name: torch.ones_like(tensor) for name, tensor in state.items() if "std-of-means" in name}
+    positive = ("std-of-means", "running_var")
+    state |= {name: torch.ones_like(tensor) for name, tensor in state.items() if name.endswith(positive)}
     with dynamic_vram.off(), building():
         return comfy.sd.VAE(sd=state, metadata=metadata, device=torch.device("cpu"), dtype=torch.float32)
 
@@ -105,13 +118,35 @@ def hunyuan_vae():
 
 
 @cache
+def flux2_vae():
+    """Flux.2's: 16 x 16 pixels a cell, 128 channels."""
+    small = {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+    def build(ddconfig, embed_dim, **_):
+        return AutoencoderKL(ddconfig={**ddconfig, **small}, embed_dim=embed_dim)
+
+    config = {"double_z": True, "z_channels": 32, "resolution": 256, "in_channels": 3, "out_ch": 3}
+    config |= {"attn_resolutions": [], "dropout": 0.0, "batch_norm_latent": True}
+    return _load(build(config, 32), lambda: patch.object(comfy.sd, "AutoencoderKL", build))
+
+
+@cache
 def oobleck_vae():
     """Stable Audio's: 2048 samples a cell, 64 channels."""
     small = _smaller(comfy.sd.AudioOobleckVAE, channels=4)
     return _load(small(), lambda: patch.object(comfy.sd, "AudioOobleckVAE", small))
 
 
-for vae in (wan_vae, wan22_vae, ltx_vae, hunyuan_vae, oobleck_vae):
+@cache
+def ace_vae():
+    """ACE-Step's: 4096 samples and 8 mel bands a cell, 8 channels."""
+    made = ace.MusicDCAE.__init__
+    return _load(
+        ace.MusicDCAE(44100, *_ACE_VAE), lambda: patch.object(made, "__defaults__", (None, *_ACE_VAE))
+    )
+
+
+for vae in (wan_vae, wan22_vae, ltx_vae, hunyuan_vae, flux2_vae, oobleck_vae, ace_vae):
     atexit.register(vae.cache_clear)  # while ComfyUI is still there to unload them
 
 WAN_I2V = Tiny("WAN21_T2V", {**_WAN, "in_dim": 36}, "WAN22_I2V", frames=3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ..config import digest
 from ..model import Batch, Captions, Condition, Conditioning, SliderTexts, count_positions
-from ..rng import generator
 from ..user_error import UserError
 from .bad_files import Skipped
-from .caption import preserved_texts
+from .choice import Choice, Chooser, Entries, pick
 from .conditioning import unpack
 from .config import SplitConfig
-from .index import NO_KEY, Index, SourceRules, mirror_key
+from .index import NO_KEY, Index
 from .order import Order
 from .samples import ImageSet
 from .size_and_crop import size_and_crop
@@ -33,7 +32,6 @@ from .split import held_out_entries
 from .store import Store
 
 T = TypeVar("T")
-Entries = NDArray[np.int32]
 
 GIVEN = ("concat_latent_image", "concat_mask", "denoise_mask")
 """What the model is given for a clip whose first frame it knows."""
@@ -45,18 +43,6 @@ EMPTY_IS_MISSING = (
 
 MOST_LOOKED_AT = 1000
 """Most texts, and most images, searched for the longest text."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The parts of one batch."""
-
-    entries: Entries
-    views: NDArray[np.int64]
-    texts: list[bytes]
-    """Keys of the captions, that of the empty one where a caption was dropped."""
-    rules: list[SourceRules]
-    captions: list[str]
 
 
 class EncodedDataset:
@@ -81,6 +67,7 @@ class EncodedDataset:
         """Files that cannot be used, from the scan and from encoding."""
         self.entries = entries
         repeats = np.ones(len(self.entries), np.int32) if steady else index.repeats[self.entries]
+        self.chooser = Chooser(index, images, steady)
         self.order = Order(index.bucket[self.entries], repeats, steady=steady)
 
     def __len__(self) -> int:
@@ -135,14 +122,14 @@ class EncodedDataset:
         chosen = self.choose(size, seed=seed, index=index)
         batch = self._read(chosen, seed, index)
         if self.images.pairs:
-            other = self._choose_parts(self._other_ends[chosen.entries], seed, index)
+            other = self.chooser.choose(self._other_ends[chosen.entries], seed, index)
             batch = replace(batch, opposite=self._read(other, seed, index))
         return self._with_slider(batch)
 
     def _read(self, chosen: Choice, seed: int, index: int) -> Batch:
         """Return a batch with its tensors from the cache."""
         views = [self._view(view) for view in chosen.views]
-        for place in self._without_first_frame(chosen, seed, index):
+        for place in self.chooser.without_first_frame(chosen, seed, index):
             for name in GIVEN:
                 views[place][1].pop(name, None)
         latents = torch.stack([latents for latents, _ in views])
@@ -189,7 +176,7 @@ class EncodedDataset:
             latents=latents.expand(size, *latents.shape),
             conditioning=[{**longest, **own}] * size,
             extras=[size_and_crop(self.index, self.images, entry, view)] * size,
-            captions=[self._caption(*texts[i % len(texts)]) for i in range(size * self.is_captioned)],
+            captions=[self.chooser.caption(*texts[i % len(texts)]) for i in range(size * self.is_captioned)],
             given=[own] * size,
         )
         return self._with_slider(replace(batch, opposite=batch) if self.images.pairs else batch)
@@ -203,11 +190,11 @@ class EncodedDataset:
         samples = self.index.sample[chosen.entries]
         if self.images.words:
             return self._slider_captions(len(samples))[-1]
-        texts = _pick(self.index.text_start, samples, self._draws(len(samples), seed, index)[1])
+        texts = pick(self.index.text_start, samples, self.chooser.draws(len(samples), seed, index)[1])
         places = list(zip(samples.tolist(), texts.tolist(), strict=True))
         return Captions(
             [self._conditioning(self._preserved_key(*place)) for place in places],
-            [self._pair(*place)[1] for place in places] if self.is_captioned else (),
+            [self.chooser.pair(*place)[1] for place in places] if self.is_captioned else (),
         )
 
     def _preserved_key(self, sample: int, text: int) -> bytes:
@@ -227,60 +214,7 @@ class EncodedDataset:
     def choose(self, size: int, *, seed: int, index: int) -> Choice:
         """Return the parts of micro-batch `index`, without reading its tensors."""
         entries = self.entries[self.order.choose(size, seed=seed, index=index)]
-        return self._choose_parts(entries, seed, index)
-
-    def _choose_parts(self, entries: Entries, seed: int, index: int) -> Choice:
-        """Return entries of micro-batch `index` with its choice of views and captions."""
-        at = self.index
-        samples = at.sample[entries]
-        view_draws, text_draws, drop_draws = self._draws(len(entries), seed, index)
-        texts = _pick(at.text_start, samples, text_draws)
-        rules = [at.rules[i] for i in at.source[samples]]
-        has_caption = [bool(drop >= rule.dropout) for rule, drop in zip(rules, drop_draws)]
-        has_references = self._has_references(rules, seed, index)
-        places = list(zip(samples.tolist(), texts.tolist(), has_caption, has_references))
-        keys = [at.text_key(s, t, has_caption=c, has_references=r) for s, t, c, r in places]
-        captions = [self._caption(s, t) if c else "" for s, t, c, _ in places]
-        views = _pick(at.view_start, entries, view_draws)
-        mirrored = self._has_mirrored_references(entries, views)
-        keys = [
-            mirror_key(key) if mirror and pair else key
-            for key, mirror, pair in zip(keys, mirrored, has_references, strict=True)
-        ]
-        return Choice(entries, views, keys, rules, captions)
-
-    def _has_mirrored_references(self, entries: Entries, views: NDArray[np.int64]) -> list[bool]:
-        """Return for each sample whether its view, and so its references, are mirrored: every second one."""
-        sources = [self.images.sources[i] for i in self.index.source[self.index.sample[entries]]]
-        places = (views - self.index.view_start[entries]).tolist()
-        return [
-            bool(place % 2 and source.config.augment.flip and (source.references or source.reference_pixels))
-            for place, source in zip(places, sources, strict=True)
-        ]
-
-    def _without_first_frame(self, chosen: Choice, seed: int, index: int) -> list[int]:
-        """Return the places in a batch of clips that are trained without their first frame given."""
-        shares = [rules.first_frame for rules in chosen.rules]
-        clips = [len(self.index.buckets[self.index.bucket[entry]]) > 2 for entry in chosen.entries]
-        if not any(clip and share < 1 for clip, share in zip(clips, shares)):
-            return []
-        draws = torch.rand(len(shares), generator=generator(seed, "first frame", index)).tolist()
-        draws = [0.5] * len(shares) if self.steady else draws
-        return [place for place, share in enumerate(shares) if clips[place] and draws[place] >= share]
-
-    def _draws(self, count: int, seed: int, index: int) -> NDArray[np.float64]:
-        """Return (3, count) numbers in [0, 1) that pick view, text and dropout of each sample of a batch."""
-        if self.steady:
-            return np.array([[0.0], [0.0], [1.0]]).repeat(count, axis=1)
-        draws = torch.rand(3, count, generator=generator(seed, "data", index), dtype=torch.float64)
-        return np.asarray(draws)
-
-    def _has_references(self, rules: Sequence[SourceRules], seed: int, index: int) -> list[bool]:
-        """Return for each sample of a batch whether it is trained with its references, if it has any."""
-        if self.steady or not any(rule.reference_dropout for rule in rules):
-            return [True] * len(rules)
-        draws = torch.rand(len(rules), generator=generator(seed, "references", index), dtype=torch.float64)
-        return [draw >= rule.reference_dropout for rule, draw in zip(rules, draws.tolist())]
+        return self.chooser.choose(entries, seed, index)
 
     def split(self, config: SplitConfig) -> tuple[EncodedDataset, EncodedDataset]:
         """Return (training set, validation set). Which image goes where depends on its name or content alone.
@@ -369,16 +303,6 @@ class EncodedDataset:
         entry = self.store.read("latents", self.index.latent_key(view))
         return entry.pop("latents").float(), dict(unpack(entry))
 
-    def _caption(self, index: int, text_index: int) -> str:
-        """Return the text with key `text_index` of a sample."""
-        return self._pair(index, text_index)[0]
-
-    def _pair(self, index: int, text_index: int) -> tuple[str, str]:
-        """Return a text of a sample and the one to preserve; only keys are stored, so both are made again."""
-        sample = self.images.samples[index]
-        texts = preserved_texts(sample.captions, self.images.source(sample).config)
-        return list(texts.items())[text_index - int(self.index.text_start[index])]
-
     def _conditioning(self, key: bytes) -> Conditioning:
         return unpack(self.store.read("text", key))
 
@@ -398,9 +322,3 @@ class EncodedDataset:
 def _spread(items: list[T]) -> list[T]:
     """Return at most `MOST_LOOKED_AT` of the items, evenly spread."""
     return items[:: -(-len(items) // MOST_LOOKED_AT)]
-
-
-def _pick(start: NDArray[np.int64], rows: NDArray[np.int32], draws: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the index of one item of each row, picked by draws in [0, 1)."""
-    places: NDArray[np.int64] = start[rows] + (draws * (start[rows + 1] - start[rows])).astype(np.int64)
-    return places

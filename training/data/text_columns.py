@@ -9,7 +9,24 @@ from collections.abc import Iterable, Sequence
 from typing import overload
 
 
-class Strings(Sequence[str]):
+class Column(Sequence[str]):
+    """Strings that are made when they are asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self._read(i) for i in range(*index.indices(len(self)))]
+        return self._read(range(len(self))[index])
+
+    def _read(self, index: int) -> str:
+        """Return the string at `index`, which is not negative and within the column."""
+        raise NotImplementedError
+
+
+class Strings(Column):
     """A list of strings in one block of UTF-8, with about 8 bytes per string on top of its text."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
@@ -26,14 +43,7 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def _read(self, index: int) -> str:
         start = self._ends[index - 1] if index else 0
         return self._text[start : self._ends[index]].decode("utf-8", "surrogatepass")
 
@@ -42,7 +52,7 @@ class Strings(Sequence[str]):
         return len(self._text) + self._ends.itemsize * len(self._ends)
 
 
-class Texts(Sequence[str]):
+class Texts(Column):
     """A list of longer strings, compressed in blocks: fast to iterate, slower (0.1 ms) to index."""
 
     _BLOCK = 256
@@ -61,14 +71,8 @@ class Texts(Sequence[str]):
     def __len__(self) -> int:
         return len(self._blocks) * self._BLOCK + len(self._last)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        block, place = divmod(range(len(self))[index], self._BLOCK)
+    def _read(self, index: int) -> str:
+        block, place = divmod(index, self._BLOCK)
         if block == len(self._blocks):
             return self._last[place]
         cached, texts = self._decompressed

@@ -10,7 +10,8 @@ from ..family import Family
 
 
 def settled(config: ObjectiveConfig, family: Family) -> ObjectiveConfig:
-    """Return the settings with the family's levels, shift and space in place of "auto" and a shift of 0.
+    """Return the settings with the family's levels, shift, space and guidance in place of "auto", a shift of
+    0 and a guidance of -1.
 
     A shift that was set by hand is adapted to the size only if `resolution_shift` was set by hand too. The
     timesteps of "schedule" are the model's own, shifted already, so the family's shift is not added.
@@ -27,4 +28,5 @@ def settled(config: ObjectiveConfig, family: Family) -> ObjectiveConfig:
         shift=shift or family.shift,
         resolution_shift=rule,
         space=family.space if config.space == "auto" else config.space,
+        guidance=config.guidance if config.guidance >= 0 or family.guidance is None else family.guidance,
     )

@@ -1,4 +1,5 @@
-"""The objective that a run began with, so that one that is resumed goes on with the same noise levels.
+"""The objective that a run began with, so that one that is resumed goes on with the same noise levels
+and guidance.
 
 The run's key holds what was asked for. Where that is "auto", the model's row in `training/family.py` decides,
 and a later version of Graft may have another row.
@@ -7,6 +8,7 @@ and a later version of Graft may have another row.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from ..config import ObjectiveConfig, from_dict, to_dict
 from ..family import Family
@@ -30,7 +32,9 @@ def keep_objective(run: Run, asked: ObjectiveConfig, family: Family) -> Objectiv
         kept = None
     if kept is None:
         write_text(path, json.dumps(to_dict(now), indent=1))
-        return now
+        kept = now
+    if kept.guidance in (now.guidance, -1.0) or family.guidance is None:  # -1: by an earlier version
+        kept, now = (replace(config, guidance=asked.guidance) for config in (kept, now))
     if kept != now:
         log.info("the defaults of %s have changed since this run began; it keeps those of then.", family.name)
     return kept

@@ -101,7 +101,8 @@ class GraphRun:
 
     def notes(self, total: int) -> list[str]:
         """Return a sentence for everything unusual about this run; it will have `total` steps in the end."""
-        sizes = [bucket[:2] for bucket in self.dataset.index.buckets if self.dataset.has_pixels]
+        buckets = self.dataset.index.buckets if self.dataset.has_pixels else ()
+        sizes = [bucket[:2] for bucket in buckets if len(bucket) > 1]  # sounds have a length alone
         notes = run_notes(self.denoiser, self.config, self.family, max(total, self.last), sizes)
         notes += self.prompts.notes(self.family) if self.prompts else []
         if not self.dataset.has_pixels:

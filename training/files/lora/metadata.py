@@ -221,13 +221,16 @@ def _dataset_values(dataset: EncodedDataset) -> dict[str, Any]:
 
 
 def _size_values(dataset: EncodedDataset) -> dict[str, Any]:
+    """Return what is said of the sizes of images and clips in pixels; nothing of sounds."""
     index, entries = dataset.index, dataset.entries
     configs = [source.config for source in dataset.images.sources]
     buckets = [
         (size, int(dataset.order.visits[place]))
         for place, size in enumerate(index.buckets)
-        if (index.bucket[entries] == place).any()
+        if len(size) > 1 and (index.bucket[entries] == place).any()
     ]
+    if not buckets:
+        return {}
     counts = {str(i): {"resolution": size, "count": count} for i, (size, count) in enumerate(buckets)}
     resolution = max(max(config.bucket.resolutions) for config in configs)
     return {
@@ -236,8 +239,8 @@ def _size_values(dataset: EncodedDataset) -> dict[str, Any]:
         "ss_enable_bucket": not configs[0].bucket.square,
         "ss_bucket_no_upscale": not configs[0].bucket.upscale,
         "ss_bucket_info": {"buckets": counts},
-        "ss_min_bucket_reso": min(min(size) for size, _ in buckets),
-        "ss_max_bucket_reso": max(max(size) for size, _ in buckets),
+        "ss_min_bucket_reso": min(min(size[:2]) for size, _ in buckets),
+        "ss_max_bucket_reso": max(max(size[:2]) for size, _ in buckets),
     }
 
 
