@@ -38,22 +38,29 @@ class Judge(nn.Module):
         self.refine = nn.ModuleList(nn.Conv2d(s, s, 3, padding=1) for s in sizes[1:])
         self.norms = nn.ModuleList(nn.GroupNorm(8, s) for s in sizes[1:])
         self.name = nn.Linear(sizes[-1], len(self.objects))
-        self.style = nn.Linear(sizes[-1] + sizes[1], len(self.styles))
+        self.style = nn.Linear(2 * sum(sizes[1:]), len(self.styles))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = F.silu(self.enter(F.pixel_unshuffle(2 * x - 1, 2)))
-        means = []
+        means, peaks = [], []
         for halve, refine, norm in zip(self.halve, self.refine, self.norms):
             x = norm(F.silu(halve(x)))
             x = x + F.silu(refine(x))
             means.append(x.mean((2, 3)))
-        return self.name(x.amax((2, 3))), self.style(torch.cat([means[0], means[-1]], 1))
+            peaks.append(x.amax((2, 3)))
+        first, *middle, last = means
+        return self.name(peaks[-1]), self.style(torch.cat([first, last, *middle, *peaks], 1))
 
     @torch.no_grad()
-    def verdicts(self, images: Sequence[Image.Image]) -> list[Verdict]:
-        """Return what each image shows."""
+    def logits(self, images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
+        """Return the logits of the images' objects and of their styles."""
         pixels = np.stack([np.asarray(image.convert("RGB").resize((SIDE, SIDE))) for image in images])
         objects, styles = self(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+        return objects, styles
+
+    def verdicts(self, images: Sequence[Image.Image]) -> list[Verdict]:
+        """Return what each image shows."""
+        objects, styles = self.logits(images)
         return [
             Verdict(self.objects[object], self.styles[style])
             for object, style in zip(objects.argmax(1).tolist(), styles.argmax(1).tolist())

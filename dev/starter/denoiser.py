@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ SHAPE = (LATENT_CHANNELS, drawing.SIZE // DOWNSCALE, drawing.SIZE // DOWNSCALE)
 SHARD = 2048  # pictures in a file
 FIRST_SHARDS, STEPS_PER_SHARD = 1, 200  # files there at the start; steps until there is one more
 NO_CAPTION = 0.1  # share of the pictures, for guidance
+DENOISER, VAE = "model.diffusion_model.", "first_stage_model."  # prefixes in a checkpoint for ComfyUI
 PADDING = clip_l.POSITIONS - clip_l.PLACES
 
 
@@ -199,6 +200,16 @@ def use_fast_cpu_kernels(model: nn.Module) -> None:
 
     model.x_embedder.forward = embed
     mmdit.optimized_attention = attention
+
+
+def unpack(weights: Mapping[str, Tensor], work: Path) -> None:
+    """Write a checkpoint for ComfyUI as work/denoiser.pt and work/vae.pt; its step is unknown."""
+    average = {k.removeprefix(DENOISER): w.float() for k, w in weights.items() if k.startswith(DENOISER)}
+    for key in ("context_embedder.weight", "y_embedder.mlp.0.weight"):
+        average[key] = average[key][:, : clip_l.WIDTH].contiguous()
+    autoencoder = {k.removeprefix(VAE): w.float() for k, w in weights.items() if k.startswith(VAE)}
+    save_atomically({"step": -1, "modules": {"average": average}}, work / "denoiser.pt")
+    save_atomically(autoencoder, work / "vae.pt")
 
 
 def load_average(work: Path) -> tuple[nn.Module, int]:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 log = logging.getLogger("starter")
 
+SIGMAS = [*(tenth / 10 for tenth in range(1, 10)), 0.95, 1.0]  # nine of the validation loss, two beyond
 HELD_OUT = 512  # pictures of names that were never trained; as many, never trained either, of names that were
+FEW = 192  # the first of them, at each of SIGMAS
 
 SHOWN = [
     "red apple", "cat", "dog", "tropical fish", "penguin", "butterfly", "elephant", "rose",
@@ -41,7 +43,10 @@ WORDS = [
 
 
 def measure(work: Path, shift: float) -> dict[str, dict[str, float]]:
-    """Return {names: {caption: mean flow loss}}, all at the same noise and the same stratified sigmas."""
+    """Return {names: {caption: mean flow loss}}, all at the same noise and the same stratified sigmas.
+
+    Logs the losses at each of SIGMAS too: which noise leaves something for a caption to say.
+    """
     pictures, captions = Pictures(work), Captions()
     model, step = load_average(work)
     report = {}
@@ -55,11 +60,18 @@ def measure(work: Path, shift: float) -> dict[str, dict[str, float]]:
             "none": [""] * len(shown),
             "other": describe_all(others, rng),
             "other name": describe_all(renamed, rng),
+            "as trained": [drawing.describe(p, rng) for p in shown],
         }
-        report[key] = {
-            k: losses(model, latents, captions, t, shift).mean().item() for k, t in captions_of.items()
-        }
-        log.info("step %d, %s: %s", step, key, ", ".join(f"{k} {v:.4f}" for k, v in report[key].items()))
+        g = torch.Generator().manual_seed(9)
+        sigma = draw_sigmas(len(latents), shift=shift, generator=g)
+        noise = torch.randn(latents.shape, generator=g)
+        rows = [("trained", sigma, HELD_OUT)]
+        rows += [(str(s), torch.full_like(sigma, s), FEW) for s in SIGMAS]
+        for name, at, count in rows:
+            row = {k: losses(model, latents, noise, at, captions, t[:count]) for k, t in captions_of.items()}
+            report[f"{key}, sigma {name}"] = row
+            figures = ", ".join(f"{k} {v:.4f}" for k, v in row.items())
+            log.info("step %d, %s, sigma %s: %s", step, key, name, figures)
     return report
 
 
@@ -68,14 +80,12 @@ def describe_all(shown: Sequence[drawing.Picture], rng: np.random.Generator) -> 
 
 
 @torch.no_grad()
-def losses(model: nn.Module, latents: Tensor, captions: Captions, text: list[str], shift: float) -> Tensor:
-    g = torch.Generator().manual_seed(9)
-    sigma = draw_sigmas(len(latents), shift=shift, generator=g)
-    noise = torch.randn(latents.shape, generator=g)
+def losses(
+    model: nn.Module, latents: Tensor, noise: Tensor, sigma: Tensor, captions: Captions, text: list[str]
+) -> float:
     parts = [slice(i, i + 64) for i in range(0, len(text), 64)]
-    return torch.cat(
-        [flow_losses(model, latents[p].float(), noise[p], sigma[p], captions(text[p])) for p in parts]
-    )
+    found = [flow_losses(model, latents[p].float(), noise[p], sigma[p], captions(text[p])) for p in parts]
+    return torch.cat(found).mean().item()
 
 
 def draw_sheet(work: Path, prompts: Sequence[str], path: Path, *, columns: int = 8, cfg: float = 4.0) -> None:

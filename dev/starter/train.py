@@ -2,9 +2,9 @@
 
     python dev/starter/train.py --comfyui PATH --work DIR [stage ...]
 
-Stages, in order, all by default: see STAGES at the end. Each reads what the earlier ones left in DIR. The
-trainings checkpoint there every three minutes and continue when started again. Every random number depends
-on the seed and the step alone, so an interrupted training ends where an undisturbed one would.
+Stages, in order, all but `unpack` by default: see STAGES at the end. Each reads what the earlier ones left in
+DIR. The trainings checkpoint there every three minutes and continue when started again. Every random number
+depends on the seed and the step alone, so an interrupted training ends where an undisturbed one would.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ import torch
 import torch.nn.functional as F
 from captions import Captions
 from fit import save_atomically
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from shipped import clip_l
 from torch import Tensor
 
 log = logging.getLogger("starter")
 
+SHIPPED = Path(__file__).resolve().parents[2] / "starter" / "base" / "graft_tiny_sd3.safetensors"
 MODEL_FILE = "graft_starter_sd3.safetensors"
 CONTEXT_WIDTH, POOLED_WIDTH = 4096, 2048  # what an SD3 model is given; all zero behind CLIP-L's columns
 
@@ -43,7 +44,7 @@ def main() -> None:
     start_comfyui(settings.comfyui)
     torch.set_num_threads(settings.threads)
     settings.work.mkdir(parents=True, exist_ok=True)
-    for stage in settings.stages or STAGES:
+    for stage in settings.stages or [name for name in STAGES if name != "unpack"]:
         log.info("stage %s", stage)
         STAGES[stage](settings)
 
@@ -78,6 +79,11 @@ def autoencoder_pictures(settings: argparse.Namespace) -> Tensor:
     return torch.load(path, mmap=True)
 
 
+def unpack(settings: argparse.Namespace) -> None:
+    """Write the shipped model where the trainings leave theirs, for `measure` and `samples` without them."""
+    denoiser.unpack(load_file(SHIPPED), settings.work)
+
+
 def train_denoiser(settings: argparse.Namespace) -> None:
     denoiser.train_denoiser(
         settings.work, width=settings.width, blocks=settings.blocks, batch=settings.batch,
@@ -96,11 +102,11 @@ def export(settings: argparse.Namespace) -> None:
     average = state["modules"]["average"]
     for key, width in (("context_embedder.weight", CONTEXT_WIDTH), ("y_embedder.mlp.0.weight", POOLED_WIDTH)):
         average[key] = F.pad(average[key], (0, width - clip_l.WIDTH))
-    weights = {f"model.diffusion_model.{k}": v.half() for k, v in average.items()}
+    weights = {f"{denoiser.DENOISER}{k}": v.half() for k, v in average.items()}
     vae = autoencoder.load_taesd(settings.work / "vae_final.pt", settings.work / "vae.pt")
     for key, value in vae.state_dict().items():
         scalar = value.ndim == 0  # vae_scale and vae_shift: half precision would shift every latent a little
-        weights[f"first_stage_model.{key}"] = value.clone() if scalar else value.half()
+        weights[f"{denoiser.VAE}{key}"] = value.clone() if scalar else value.half()
     path = settings.work / MODEL_FILE
     part = path.with_name(f"{path.name}.part")
     save_file({k: v.contiguous() for k, v in weights.items()}, part, metadata={"format": "pt"})
@@ -198,6 +204,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "measure": measure,
     "samples": draw_samples,
     "reconstruct": reconstruct,
+    "unpack": unpack,
 }
 
 
