@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 
@@ -51,8 +50,8 @@ BESIDE = ("tests/data/test_slider.py", "tests/comfy/test_sliders.py", "tests/com
 SLOW = ("test_architecture.py", "test_bare_machine.py", "test_gpu.py", "test_rows.py", "test_wheel.py")
 WARM = ("torch", "torch.distributed", "torch.utils.checkpoint", "safetensors.torch", "PIL.Image", "yaml")
 """What the forked process has imported."""
-MOST_SECONDS = 20
-"""Of tests for one mutant: the room's own first, then the fastest."""
+MOST_SECONDS, MOST_CASES = (20, 8, 20), (99, 2, 99)
+"""Of the tests for one mutant, and cases of a test: of the room's own, of others, and of BESIDE."""
 
 # --- tests --------------------------------------------------------------------------------------------------
 
@@ -190,11 +189,17 @@ def choose_tests(mutant: Mutant, own: str, reached: Mapping[str, Reached]) -> li
                 groups[group].append((seconds, test))
     if len(groups) > 1:
         groups.pop(2, None)
-    ends = {group: accumulate(seconds for seconds, _ in sorted(tests)) for group, tests in groups.items()}
-    chosen = [
-        [test for end, (_, test) in zip(ends[group], sorted(groups[group])) if end < MOST_SECONDS]
-        for group in sorted(groups)
-    ]
+    chosen = []
+    for group, tests in sorted(groups.items()):
+        kept: list[str] = []
+        cases: Counter[str] = Counter()
+        left = MOST_SECONDS[group]
+        for seconds, test in sorted(tests):
+            cases[name := test.partition("[")[0]] += 1
+            if left > seconds and cases[name] <= MOST_CASES[group]:
+                left -= seconds
+                kept.append(test)
+        chosen.append(kept)
     # Tests of a file share fixtures.
     return [sorted(tests, key=lambda test: test.partition("::")[0]) for tests in chosen if tests]
 
@@ -228,7 +233,7 @@ def kill(root: Path, mutant: Mutant, groups: list[list[str]]) -> str | None:
     path.write_bytes(mutant.source)
     os.utime(path, (stamp, stamp))  # a time of its own: stored bytecode is told by time and size
     try:
-        failed = next(filter(None, (failing(root, t, seconds=6 * MOST_SECONDS) for t in groups)), None)
+        failed = next(filter(None, (failing(root, tests, seconds=120) for tests in groups)), None)
         return failed[0] if failed else None
     finally:
         path.write_bytes(source)
