@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -48,7 +49,25 @@ TESTS = ("adapters", "files", "job", "memory", "objective", "optimizer", "run", 
 BESIDE = ("tests/data/test_slider.py", "tests/comfy/test_sliders.py", "tests/comfy/test_preservation.py")
 """The only tests of a part of the engine, elsewhere."""
 SLOW = ("test_architecture.py", "test_bare_machine.py", "test_gpu.py", "test_rows.py", "test_wheel.py")
-WARM = ("torch", "torch.distributed", "torch.utils.checkpoint", "safetensors.torch", "PIL.Image", "yaml")
+WARM = (
+    *(
+        "torch",
+        "torch.distributed",
+        "torch.utils.checkpoint",
+        "torch._dynamo",
+        "torchvision",
+        "PIL.Image",
+        "yaml",
+    ),
+    *(
+        "safetensors.torch",
+        "bitsandbytes",
+        "diffusers.training_utils",
+        "lycoris",
+        "peft",
+        "pytorch_optimizer",
+    ),
+)
 """What the forked process has imported."""
 MOST_SECONDS, MOST_CASES = (20, 8, 20), (99, 2, 99)
 """Of the tests for one mutant, and cases of a test: of the room's own, of others, and of BESIDE."""
@@ -278,7 +297,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in WARM:
-        import_module(name)
+        with suppress(ImportError):
+            import_module(name)
     reasons = argued()
     fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
     killers: defaultdict[str, list[str]] = defaultdict(list)

@@ -607,10 +607,13 @@ def test_guidance_goes_to_models_that_take_it_and_is_refused_by_others():
         {"guidance": 1.0, "width": 64.0},
         {"guidance": 1.0, "width": 32.0},
     ]
-    assert with_guidance(batch, ObjectiveConfig(guidance=3.5), family).extras[0]["guidance"] == 3.5
+    for value in (0.0, 3.5):
+        extras = with_guidance(batch, ObjectiveConfig(guidance=value), family).extras
+        assert [each["guidance"] for each in extras] == [value, value]
     assert with_guidance(batch, CONFIG, FAMILY) is batch
-    with pytest.raises(ValueError, match="guidance: tiny has no such input"):
-        with_guidance(batch, ObjectiveConfig(guidance=3.5), FAMILY)
+    for value in (0.0, 3.5):
+        with pytest.raises(ValueError, match="guidance: tiny has no such input"):
+            with_guidance(batch, ObjectiveConfig(guidance=value), FAMILY)
 
 
 def test_the_tiny_denoisers_sampling_can_be_trained():
