@@ -270,6 +270,14 @@ def test_every_space_measures_the_error_it_is_named_after(sampling):
         torch.testing.assert_close(found.abs(), error.abs(), rtol=1e-4, atol=1e-5)
 
 
+def test_the_slope_is_that_of_the_output_alone():
+    class Offset(Flow):
+        def calculate_denoised(self, sigma, model_output, model_input):
+            return 0.25 + super().calculate_denoised(sigma, model_output, model_input)
+
+    torch.testing.assert_close(level(Offset(), 0.3, 0.7).slope.flatten(), torch.tensor([-0.3, -0.7]))
+
+
 @pytest.mark.parametrize("sampling, space", [(Flow(), "velocity"), (Eps(), "eps"), (V(), "v")])
 def test_the_output_is_velocity_noise_or_v_by_model_type(sampling, space):
     at = level(sampling, 0.1, 0.5, 0.9)
