@@ -129,6 +129,19 @@ def test_a_lycoris_module_has_parameters_of_our_names_and_shapes(method, kind):
     assert theirs == {adapter.suffixes[name]: p.shape for name, p in adapter.named_parameters()}
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8), (6, 1024), (1024, 6)])
+def test_lokr_keeps_a_factor_whole_where_lycoris_does(shape, rank):
+    from lycoris.modules.lokr import LokrModule
+
+    out, inputs = shape
+    settings = {"factor": -1, "decompose_both": True}
+    adapter = LoKr(LayerSpec("linear", shape), AdapterConfig(algorithm="lokr", rank=rank, **settings))
+    module = LokrModule("net_layer", torch.nn.Linear(inputs, out), lora_dim=rank, **settings)
+    theirs = {name: p.shape for name, p in module.named_parameters() if name.startswith("lokr")}
+    assert theirs == {adapter.suffixes[name]: p.shape for name, p in adapter.named_parameters()}
+
+
 def test_the_factors_of_a_size_are_those_of_lycoris():
     for size in (1, 2, 7, 12, 127, 128, 250, 360, 512, 640, 1024, 1280, 3072):
         for factor in (-1, 2, 3, 4, 8, 16, 32):

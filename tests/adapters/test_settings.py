@@ -22,9 +22,12 @@ from graft.training.adapters.build import (
     restore_adapters,
     select,
 )
+from graft.training.adapters.dora import apply_magnitude
 from graft.training.adapters.dropout import Draw
+from graft.training.adapters.lokr import LoKr
 from graft.training.config import AdapterConfig, from_dict, to_dict
 from graft.training.family import TEXT, is_text
+from graft.training.frozen_base.frozen_layer import LayerSpec
 from graft.training.loop import initial_state
 
 from ..support.adapter_cases import adapter_config, case, fresh_state, train_config, trained_case
@@ -101,6 +104,14 @@ def test_patterns_may_be_regular_expressions():
 def test_a_preset_that_the_family_lacks_is_refused_with_those_it_has():
     with pytest.raises(ValueError, match="tiny has no preset 'mlp'; choose one of attn, attn-mlp"):
         select(SPECS, FAMILY, AdapterConfig(targets="mlp"))
+
+
+def test_where_no_layer_is_left_a_few_are_named_from_all_over_the_network():
+    specs = {f"blocks.{i}.mlp": SPECS["blocks.0.mlp"] for i in range(20)}
+    with pytest.raises(
+        ValueError, match=r"the 20 layers\..* named like (blocks\.\d+\.mlp, ){7}blocks\.14\.mlp\.$"
+    ):
+        select(specs, FAMILY, AdapterConfig(targets="linear", exclude=("*",)))
 
 
 def test_layers_of_text_encoders_are_chosen_by_their_own_setting_and_no_preset():
@@ -243,10 +254,27 @@ def test_methods_that_start_from_the_base_say_so_when_it_is_missing():
 
 
 def test_dora_is_refused_for_one_output_because_loaders_would_misread_it():
-    from graft.training.frozen_base.frozen_layer import LayerSpec
-
     with pytest.raises(ValueError, match="Exclude that layer"):
         build_adapters({"a": LayerSpec("linear", (1, 8))}, AdapterConfig(algorithm="dora"))
+
+
+@pytest.mark.parametrize("shape", [(64, 6), (6, 64)])
+def test_the_factor_of_a_lokr_file_is_read_from_either_side(shape):
+    layer, config = LayerSpec("linear", shape), AdapterConfig(algorithm="lokr", rank=1)
+    weights = dict(LoKr(layer, dataclasses.replace(config, factor=4)).named_parameters())
+    assert LoKr.settings_of(config, {"layer": (layer, weights)}).factor == 4
+
+
+@pytest.mark.parametrize("kernel", [(), (3, 3)])
+def test_lengths_of_a_dora_file_are_those_of_its_axis(kernel):
+    moved, base = torch.randn(2, 5, 4, *kernel, generator=torch.Generator().manual_seed(0))
+    for over_outputs, axis, lengths in ((True, 0, base.flatten(1).norm(dim=1)), (False, 1, None)):
+        rows = moved.movedim(axis, 0)
+        lengths = rows.flatten(1).norm(dim=1) if lengths is None else lengths
+        magnitude = torch.arange(1.0, len(rows) + 1)
+        expected = torch.stack([row * m / n for row, m, n in zip(rows, magnitude, lengths)]).movedim(0, axis)
+        found = apply_magnitude(moved, base, magnitude, over_outputs=over_outputs)
+        torch.testing.assert_close(found, expected)
 
 
 def test_dropout_keeps_the_expected_output():

@@ -140,7 +140,7 @@ def test_finish_keeps_a_usable_lora_and_lets_the_rest_of_the_graph_run(comfy_ser
 
 
 @pytest.mark.feature(121)
-def test_cancel_stops_within_a_step_and_the_next_prompt_runs(comfy_server, folder):
+def test_cancel_ends_a_long_run_and_the_next_prompt_runs(comfy_server, folder):
     with pytest.raises(PromptError, match="interrupted"):
         comfy_server.run(
             prompt("stopped", steps=100000), on_progress(comfy_server.interrupt, after=2), timeout=300

@@ -128,6 +128,10 @@ METHODS = {
     "BOFT without alpha": {f"{NAME}.oft_blocks": torch.zeros(2, 2, 2, 2)},
     "OFT with a constraint": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3), f"{NAME}.alpha": torch.tensor(1.0)},
     "OFT with rescale": {f"{NAME}.oft_blocks": torch.zeros(2, 3, 3), f"{NAME}.rescale": torch.ones(6, 1)},
+    "OFT with dora_scale": {
+        f"{NAME}.oft_blocks": torch.zeros(2, 3, 3),
+        f"{NAME}.dora_scale": torch.ones(1, 8),
+    },
     "BOFT with rescale": {f"{NAME}.oft_blocks": torch.zeros(2, 2, 2, 2), f"{NAME}.rescale": torch.ones(4, 1)},
     "glora": {f"{NAME}.{x}.weight": torch.ones(s) for x, s in GLORA.items()},
     "GLoRA in the layout of an older LyCORIS": {

@@ -17,9 +17,11 @@ from graft.training.objective.loss import (
     differential_target,
     draw_loss,
     loss_at,
+    noised_mask,
     with_guidance,
 )
 from graft.training.objective.noise import add_offset, add_pyramid, draw_noise
+from graft.training.objective.preservation import is_due, preservation_weight
 from graft.training.objective.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for
 from graft.training.objective.weighting import LOSSES, SPACES, WEIGHTINGS, Level
 
@@ -159,6 +161,13 @@ def test_a_shift_set_by_hand_is_kept_at_every_size():
     assert shift_for(1024, ObjectiveConfig(shift=2.0, resolution_shift="sd3"), family) == 1.0
 
 
+def test_only_the_schedule_takes_the_place_in_a_flows_own_schedule():
+    assert torch.equal(draw(sampling=ShiftedFlow(), sigmas="logit-normal"), draw(sigmas="logit-normal"))
+    u = draw(sigmas="schedule", sampling=Flow())
+    found = draw(sigmas="schedule", sampling=ShiftedFlow())
+    torch.testing.assert_close(found, 5 * u / (1 + 4 * u), atol=5e-3, rtol=0)  # the ends are the model's
+
+
 @pytest.mark.feature(73)
 def test_bias_triples_the_odds_of_the_upper_half():
     assert (draw(sigmas="uniform", bias=1.0) > 0.5).float().mean() == pytest.approx(0.75, abs=1e-3)
@@ -259,6 +268,14 @@ def test_every_space_measures_the_error_it_is_named_after(sampling):
     for name, error in expected.items():
         found = SPACES[name](at) * (wrong - x0) / at.slope
         torch.testing.assert_close(found.abs(), error.abs(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_slope_is_that_of_the_output_alone():
+    class Offset(Flow):
+        def calculate_denoised(self, sigma, model_output, model_input):
+            return 0.25 + super().calculate_denoised(sigma, model_output, model_input)
+
+    torch.testing.assert_close(level(Offset(), 0.3, 0.7).slope.flatten(), torch.tensor([-0.3, -0.7]))
 
 
 @pytest.mark.parametrize("sampling, space", [(Flow(), "velocity"), (Eps(), "eps"), (V(), "v")])
@@ -404,6 +421,27 @@ def test_a_mask_weighs_every_frame_of_a_video_alike():
     found = loss_at(Constant(), batch, x0, torch.tensor([0.5]), noise)
     expected = ((0.25 - (noise - x0)).square() * masks[:, :, None] / masks.mean()).mean()
     torch.testing.assert_close(found, expected)
+
+
+def test_what_a_sample_gives_clean_is_not_trained_and_a_sample_without_such_a_mask_is_whole():
+    x0, noise = torch.randn(2, 2, 4, 3, 8, 6, generator=generator())
+    clean = torch.ones(1, 1, 3, 1, 1)
+    clean[:, :, 0] = 0
+    batch = Batch(x0, [{"denoise_mask": clean}, {}])
+    masks = noised_mask(batch, x0)
+    torch.testing.assert_close(masks, torch.cat([clean, torch.ones_like(clean)]).expand(2, 1, 3, 8, 6))
+    error = (0.25 - (noise - x0)).square()
+    expected = (error[0, :, 1:].mean() + error[1].mean()) / 2
+    torch.testing.assert_close(loss_at(Constant(), batch, x0, torch.tensor([0.5, 0.5]), noise), expected)
+    assert noised_mask(Batch(x0, [{}, {}]), x0) is None
+
+
+@pytest.mark.parametrize(("share", "due"), [(1.0, range(8)), (0.5, [1, 3, 5, 7]), (0.25, [3, 7])])
+def test_preservation_is_spread_evenly_and_weighs_the_same_in_all(share, due):
+    config = ObjectiveConfig(preservation=0.6, preservation_share=share)
+    assert [step for step in range(8) if is_due(config, step)] == list(due)
+    assert len(due) * preservation_weight(config) == pytest.approx(8 * 0.6)
+    assert not any(is_due(ObjectiveConfig(preservation_share=share), step) for step in range(8))
 
 
 def test_input_perturbation_changes_what_is_seen_and_not_what_is_asked_for():
@@ -577,10 +615,13 @@ def test_guidance_goes_to_models_that_take_it_and_is_refused_by_others():
         {"guidance": 1.0, "width": 64.0},
         {"guidance": 1.0, "width": 32.0},
     ]
-    assert with_guidance(batch, ObjectiveConfig(guidance=3.5), family).extras[0]["guidance"] == 3.5
+    for value in (0.0, 3.5):
+        extras = with_guidance(batch, ObjectiveConfig(guidance=value), family).extras
+        assert [each["guidance"] for each in extras] == [value, value]
     assert with_guidance(batch, CONFIG, FAMILY) is batch
-    with pytest.raises(ValueError, match="guidance: tiny has no such input"):
-        with_guidance(batch, ObjectiveConfig(guidance=3.5), FAMILY)
+    for value in (0.0, 3.5):
+        with pytest.raises(ValueError, match="guidance: tiny has no such input"):
+            with_guidance(batch, ObjectiveConfig(guidance=value), FAMILY)
 
 
 def test_the_tiny_denoisers_sampling_can_be_trained():

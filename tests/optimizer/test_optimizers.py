@@ -531,3 +531,20 @@ def test_the_loss_scale_resumes_exactly(tmp_path):
 def test_gradients_that_overflow_at_any_scale_stop_the_run():
     with pytest.raises(FloatingPointError, match="the gradient is"):
         fp16(0.0, 1)
+
+
+def test_muon_makes_matrices_orthogonal_and_trains_vectors_by_adamw():
+    config = settings("muon", betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    optimizer = build_optimizer(parameters(), config)
+    found = {name: group for group in optimizer.param_groups for name in group["names"]}
+    assert found["a.down"] is found["a.up"] and found["a.down"] is not found["b.scale"]
+    assert found["a.down"]["use_muon"] and found["a.down"]["momentum"] == 0.8
+    vector = found["b.scale"]
+    assert not vector["use_muon"] and (vector["betas"], vector["eps"]) == ((0.8, 0.99), 1e-8)
+    assert all(group["weight_decay"] == 0.1 for group in optimizer.param_groups)
+
+
+def test_a_rate_that_breaks_a_lora_does_so_in_eight_bit_too():
+    most = {name: row.most_lr for name, row in OPTIMIZERS.items()}
+    assert most["adamw8bit"] == most["paged-adamw8bit"] == most["adamw"] and most["lion8bit"] == most["lion"]
+    assert all(0 <= rate < 0.01 for rate in most.values())

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from graft.training.run.plots import FAINT, MARK, STRONG, Column, axis, loss_plot, sample_grid, smooth
+from graft.training.run.plots import (
+    FAINT,
+    MARK,
+    STRONG,
+    Column,
+    axis,
+    loss_plot,
+    sample_grid,
+    smooth,
+    step_ticks,
+)
 
 TEXT = {"title": "my_lora", "subtitle": "600 steps"}
 
@@ -24,6 +34,26 @@ def test_every_picture_is_on_the_grid_at_one_height():
     columns = [Column("a prompt that is long", "", made[:2]), Column("another", "note", made[2:])]
     page = sample_grid(columns, ["step 1\nstrength 1", "step 2\nstrength 1"], height=48, **TEXT)
     assert {(n + 1, 200, 10) for n in range(4)} <= colors(page)
+
+
+def test_a_picture_of_a_pixel_by_a_thousand_stays_one_wide():
+    page = sample_grid(
+        [Column("", "", [Image.new("RGB", (1, 1000), (9, 200, 10))])], ["step 1"], height=48, **TEXT
+    )
+    assert (9, 200, 10) in colors(page)
+
+
+@pytest.mark.parametrize(
+    ("count", "ticks"),
+    [
+        (1, [1]),
+        (7, [*range(1, 8)]),
+        (100, [1, 20, 40, 60, 80, 100]),
+        (130, [1, 20, 40, 60, 80, 100, 120]),
+    ],
+)
+def test_the_first_and_round_steps_are_numbered(count, ticks):
+    assert step_ticks(count) == ticks
 
 
 @pytest.mark.parametrize("losses", [[0.5], [0.5, 0.5], [1.0 / (n + 1) for n in range(600)], [0.0] * 9])

@@ -26,7 +26,7 @@ def draw_sigmas(
     sampling: Sampling,
     *,
     generator: torch.Generator,
-    tokens: float = 4096,
+    tokens: float,
 ) -> Tensor:
     """Draw `count` sigmas for images of `tokens` tokens each: (count,) float32 within the model's own range.
 

@@ -106,7 +106,7 @@ def loss_plot(
         (x0, y), (x1, _) = place(0, value), place(max(1, len(losses) - 1), value)
         draw.line((x0, y, x1, y), RULE, scale)
         draw.text((x0 - 10 * scale, y), f"{value:.{_digits(step)}f}", GRAY, font(14 * scale), anchor="rm")
-    for step_number in _step_ticks(len(losses)):
+    for step_number in step_ticks(len(losses)):
         x, y = place(step_number - 1, low)
         draw.text((x, y + 10 * scale), str(step_number), GRAY, font(14 * scale), anchor="ma")
     draw.text(at(size[0] - right, size[1] - 14), "step", GRAY, font(14 * scale), anchor="rb")
@@ -159,9 +159,10 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def _step_ticks(count: int) -> list[int]:
+def step_ticks(count: int) -> list[int]:
+    """Return the numbers under an axis of `count` steps: the first and round ones."""
     _, _, step = axis(0, count)
-    return [1, *range(round(step), count + 1, max(1, round(step)))] if step >= 1 else [1, count]
+    return sorted({1, *range(round(step), count + 1, round(step))}) if step >= 1 else sorted({1, count})
 
 
 def _to_height(image: Image.Image, height: int) -> Image.Image:

@@ -224,12 +224,14 @@ def _require_finite(file: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _algorithm_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return the row of ADAPTERS that has the most of these suffixes, the first of several."""
+    """Return the row of ADAPTERS that has the most of these suffixes, the first of several. Magnitudes decide
+    last: other methods may have them too.
+    """
 
-    def count(name: str) -> int:
+    def count(name: str) -> tuple[int, int]:
         method = ADAPTERS[name]
-        present = len(tensors.keys() & set(method.suffixes.values()))
-        return present if present and method.is_in(tensors) else 0
+        present = tensors.keys() & set(method.suffixes.values())
+        return (len(present - {MAGNITUDE}), len(present)) if present and method.is_in(tensors) else (0, 0)
 
     return max(ADAPTERS, key=count)
 
