@@ -153,6 +153,7 @@ WAN_I2V = Tiny("WAN21_T2V", {**_WAN, "in_dim": 36}, "WAN22_I2V", frames=3)
 """An expert of Wan 2.2 for image to video."""
 FIRST_FRAMES = {
     "wan_i2v": (WAN_I2V, wan_vae),
+    "wan21_i2v": (OTHERS["wan_i2v"], wan_vae),
     "wan_5b": (OTHERS["wan_5b"], wan22_vae),
     "ltxv": (OTHERS["ltxv"], ltx_vae),
     "hunyuan_15": (OTHERS["hunyuan_15"], hunyuan_vae),
