@@ -13,6 +13,7 @@ BENCHMARKS = {
     "data": ("data", "memory and time of choosing a batch at a million images; encoding beside a plain loop"),
     "optimizers": ("optimizers", "optimizers on the starter: held-out loss and memory of their states"),
     "full-size": ("full_size", "two steps of SDXL and SD3.5 Medium as large as they are, on a CPU"),
+    "sliders": ("sliders", "sliders on the starter at -1, 0 and 1, as its judge scores their pictures"),
     "routes": ("routes", "time of a step while a hundred pages ask the server at once"),
     "faults": ("faults", "runs killed 20 times and continued, and what else can go wrong"),
 }

@@ -22,11 +22,13 @@ STEPS, CFG, SEED = 12, 4.0, 1
 
 
 class Drawn:
-    """Draws a task's prompts and OTHERS, all at once, and judges them."""
+    """Draws a task's prompts and others, by default OTHERS, all at once, and judges them."""
 
-    def __init__(self, clip: Any, vae: Any, judge: Judge, prompts: Sequence[str]) -> None:
+    def __init__(
+        self, clip: Any, vae: Any, judge: Judge, prompts: Sequence[str], others: Sequence[str] | None = None
+    ) -> None:
         self.vae, self.judge, self.prompts = vae, judge, list(prompts)
-        texts = [*self.prompts, *OTHERS]
+        texts = [*self.prompts, *(OTHERS if others is None else others)]
         encoded = [clip.encode_from_tokens(clip.tokenize(text), return_pooled=True) for text in (*texts, "")]
         context, pooled = (torch.cat(parts) for parts in zip(*encoded))
         count = len(texts)
@@ -41,7 +43,7 @@ class Drawn:
         The drift is how far the pictures of OTHERS are from those of the first model that was given, the
         base: the mean absolute difference of colors in [0, 1].
         """
-        pixels = self._draw(model)
+        pixels = self.draw(model)
         own = len(self.prompts)
         others = pixels[own:].astype(np.float32) / 255
         if self.before is None:
@@ -49,7 +51,7 @@ class Drawn:
         found = shares(self.judge, self.prompts, [Image.fromarray(each) for each in pixels[:own]])
         return found | {"drift": float(np.abs(others - self.before).mean())}
 
-    def _draw(self, model: Any) -> np.ndarray:
+    def draw(self, model: Any) -> np.ndarray:
         """Return the pictures, (n, height, width, 3) uint8."""
         import comfy.sample
 

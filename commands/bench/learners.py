@@ -55,10 +55,27 @@ def join_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
     return {**one, **other, **inner}
 
 
+def parts_of_run(
+    settings: Mapping[str, Any], lr: float, seed: int, steps: int
+) -> list[tuple[TrainConfig, int]]:
+    """Return the parts of a run, each with its steps; one, unless the settings have "first".
+
+    That is other settings for the first steps: {"steps": 10, "rate": 2.0, "objective": {"bias": 2.0}}, `rate`
+    a multiple of the learning rate. Raises UserError for a setting that there is not.
+    """
+    rest = {name: value for name, value in settings.items() if name != "first"}
+    whole = config_of(rest, lr, seed)
+    if "first" not in settings:
+        return [(whole, steps)]
+    first = dict(settings["first"])
+    count, rate = first.pop("steps", 10), first.pop("rate", 1.0)
+    return [(config_of(join_settings(rest, first), lr * rate, seed), count), (whole, max(1, steps - count))]
+
+
 def train_with_graft(
-    denoiser: Any, dataset: Any, measure: Measure, config: TrainConfig, watch: Watch, steps: int
+    denoiser: Any, dataset: Any, measure: Measure, parts: Sequence[tuple[TrainConfig, int]], watch: Watch
 ) -> None:
-    """Train with Graft's own loop."""
+    """Train with Graft's own loop, each part on from the one before, as Train Steps in a row."""
 
     def on_step(progress: Progress, handles: Handles) -> None:
         def measured() -> Values:
@@ -67,7 +84,9 @@ def train_with_graft(
 
         watch.look(progress.step, measured)
 
-    train(denoiser, dataset, config, None, steps=steps, on_step=on_step)
+    state = None
+    for config, steps in parts:
+        state = train(denoiser, dataset, config, state, steps=steps, on_step=on_step)
 
 
 def train_lora_node(patcher: Any, dataset: Any, measure: Measure, watch: Watch, steps: int) -> None:

@@ -2,6 +2,7 @@
 
     graft bench quality --json
     graft bench quality --add '{"plus": {"adapter": {"lora_plus_ratio": 4}}}' --seeds 1
+    graft bench quality --add '{"coarse": {"first": {"steps": 10, "rate": 2, "objective": {"bias": 2}}}}'
 
 Same base, images, steps, rank, batch, alpha / rank (the node's is 1 / rank) and precision; every trainer runs
 with each learning rate and the first seed, and at the best of them with the others. All train a LoRA on every
@@ -34,7 +35,15 @@ from ...training.validation import validation_loss
 from ..headless.import_comfyui import start_comfyui
 from .curves import METRICS, REFERENCE, Curve, Values, Watch, best_rate, compare
 from .drawn import Drawn
-from .learners import BATCH_SIZE, RANK, TRAINERS, config_of, join_settings, train_lora_node, train_with_graft
+from .learners import (
+    BATCH_SIZE,
+    RANK,
+    TRAINERS,
+    join_settings,
+    parts_of_run,
+    train_lora_node,
+    train_with_graft,
+)
 
 STARTER = Path(__file__).resolve().parents[2] / "starter"
 RESOLUTION = 128
@@ -105,7 +114,7 @@ def read_trainers(text: str) -> dict[str, Mapping[str, Any]]:
     if not isinstance(trainers, dict) or not all(isinstance(value, dict) for value in trainers.values()):
         raise UserError('add: expected JSON such as {"plus": {"adapter": {"lora_plus_ratio": 4}}}.')
     for settings in trainers.values():
-        config_of(settings, RATES[0], 0)
+        parts_of_run(settings, RATES[0], 0, 1)
     return trainers
 
 
@@ -156,8 +165,8 @@ def measure(
                 if name == REFERENCE:
                     train_lora_node(denoiser.patcher, dataset, values, watch, steps)
                 else:
-                    config = config_of(trainers[name], lr, seed)
-                    train_with_graft(denoiser, dataset, values, config, watch, steps)
+                    parts = parts_of_run(trainers[name], lr, seed, steps)
+                    train_with_graft(denoiser, dataset, values, parts, watch)
                 return watch.curve
 
             for name, settings in trainers.items():

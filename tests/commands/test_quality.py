@@ -6,7 +6,7 @@ import pytest
 
 from graft.commands.bench import curves
 from graft.commands.bench.curves import Curve, Watch, compare
-from graft.commands.bench.learners import config_of
+from graft.commands.bench.learners import config_of, parts_of_run
 from graft.commands.bench.quality import KeptCurves, read_trainers, table
 
 
@@ -88,6 +88,15 @@ def test_trainers_are_added_with_settings_as_in_config_json():
         read_trainers('{"plus": {"adapter": {"lora_plus": 4}}}')
     with pytest.raises(ValueError, match="add: expected JSON such as"):
         read_trainers("[1]")
+
+
+def test_a_run_can_begin_with_other_settings():
+    settings = {"adapter": {"rank": 8}, "first": {"steps": 5, "rate": 2, "objective": {"bias": 2.0}}}
+    (first, before), (rest, after) = parts_of_run(settings, 1e-2, 7, 20)
+    assert (before, after) == (5, 15) and first.adapter == rest.adapter and rest.adapter.rank == 8
+    assert (first.optimizer.lr, rest.optimizer.lr) == (2e-2, 1e-2)
+    assert (first.objective.bias, rest.objective.bias) == (2.0, 0.0)
+    assert parts_of_run({"adapter": {"rank": 8}}, 1e-2, 7, 20) == [(rest, 20)]
 
 
 def test_the_table_names_every_trainer_with_its_share_of_the_nodes_steps():
