@@ -55,6 +55,13 @@ def chosen(denoiser, available, config=CONFIG):
     return list(plans_that_fit(denoiser, denoiser.specs, config, BATCH, available))
 
 
+def test_the_peak_is_that_of_the_step_or_of_the_optimizer_beside_all_weights():
+    step = StepEstimate(saved=0, peak=1000, flops=1)
+    estimate = Estimate(MemoryPlan("resident", "none"), weights=300, adapters=20, step=step, optimizing=1500)
+    assert (estimate.step_peak, estimate.peak) == (1500, 1820)
+    assert replace(estimate, correction=1.6).peak == 1920
+
+
 def test_a_plan_computes_everything_twice_or_thrice():
     for estimate in estimates(TinyDenoiser()):
         assert estimate.passes == (2 if estimate.plan.checkpointing in ("none", "selective") else 3)
