@@ -69,7 +69,7 @@ WARM = (
     ),
 )
 """What the forked process has imported."""
-MOST_SECONDS, MOST_CASES = (10, 3, 20), (99, 2, 99)
+MOST_SECONDS, MOST_CASES = (40, 10, 40), (99, 2, 99)
 """Of the tests for one mutant, and cases of a test: of the room's own, of others, and of BESIDE."""
 
 # --- tests --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from graft.training.memory.plan import (
     adapter_bytes,
     budget_of,
     candidates,
+    estimate_fastest,
     fits_surely,
     make_estimator,
     optimizing_bytes,
@@ -51,6 +53,31 @@ def estimates(denoiser, config=CONFIG):
 
 def chosen(denoiser, available, config=CONFIG):
     return list(plans_that_fit(denoiser, denoiser.specs, config, BATCH, available))
+
+
+def test_the_peak_is_that_of_the_step_or_of_the_optimizer_beside_all_weights():
+    step = StepEstimate(saved=0, peak=1000, flops=1)
+    estimate = Estimate(MemoryPlan("resident", "none"), weights=300, adapters=20, step=step, optimizing=1500)
+    assert (estimate.step_peak, estimate.peak) == (1500, 1820)
+    assert replace(estimate, correction=1.6).peak == 1920
+
+
+def test_a_plan_computes_everything_twice_or_thrice():
+    for estimate in estimates(TinyDenoiser()):
+        assert estimate.passes == (2 if estimate.plan.checkpointing in ("none", "selective") else 3)
+
+
+def test_the_estimate_is_of_the_fastest_plan_that_fits_and_of_the_last_one_where_none_does():
+    plans, asked = candidates(CONFIG.memory), []
+
+    def estimate(plan):
+        asked.append(plan)
+        return SimpleNamespace(plan=plan, fits=lambda budget: plan is plans[2])
+
+    find = partial(estimate_fastest, TinyDenoiser(), CONFIG, plans)
+    assert find(GIB, estimate).plan is plans[2] and asked == list(plans[:3])
+    asked.clear()
+    assert find(0, estimate).plan is plans[-1] and asked == [plans[-1]]
 
 
 def test_the_fastest_plan_that_fits_is_chosen():

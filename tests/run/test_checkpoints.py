@@ -104,6 +104,17 @@ def test_a_kill_between_a_checkpoint_and_its_lora_file_costs_neither(tmp_path, m
     assert not Run(tmp_path, saving).lora(5).exists()
 
 
+def test_a_lora_that_a_kill_left_out_is_written_when_the_run_goes_on(tmp_path, monkeypatch):
+    saving = CheckpointConfig(steps=2, minutes=60, keep=1, lora=True)
+    monkeypatch.setattr(watch, "save_lora", failing)
+    with pytest.raises(Cancelled):
+        go(tmp_path, 4, saving=saving)
+    assert checkpoints(tmp_path)[-1] == 2
+    monkeypatch.undo()
+    go(tmp_path, 4, saving=saving)
+    assert [path.stem[-6:] for path in sorted((tmp_path / "loras").iterdir())] == ["000002", "000004"]
+
+
 def failing(*ignored):
     raise Cancelled
 

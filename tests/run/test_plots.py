@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops
 
 from graft.training.run.plots import (
     FAINT,
@@ -36,6 +36,25 @@ def test_every_picture_is_on_the_grid_at_one_height():
     assert {(n + 1, 200, 10) for n in range(4)} <= colors(page)
 
 
+def test_every_text_is_on_the_grid_and_that_of_a_row_beside_its_picture():
+    def draw(name="", note="", prompt="", under="", **texts):
+        images = [Image.new("RGB", (64, 64), (9, 200, 10))] * 3
+        rows = ["", "", f"{name}\n{note}"]
+        return sample_grid(
+            [Column(prompt, under, images)], rows, height=64, **{"title": "", "subtitle": ""} | texts
+        )
+
+    def difference(**texts):
+        return ImageChops.difference(draw(**texts), draw()).getbbox()
+
+    for text in ("title", "subtitle", "prompt", "under"):
+        assert difference(**{text: "word"}), text
+    right = [x for x in range(draw().width) if draw().getpixel((x, draw().height - 60)) == (9, 200, 10)]
+    for text in ("name", "note"):
+        x0, y0, x1, y1 = difference(**{text: "word"})
+        assert x1 < right[0] and draw().height - 28 - 64 <= y0 and y1 <= draw().height - 28
+
+
 def test_a_picture_of_a_pixel_by_a_thousand_stays_one_wide():
     page = sample_grid(
         [Column("", "", [Image.new("RGB", (1, 1000), (9, 200, 10))])], ["step 1"], height=48, **TEXT
@@ -48,6 +67,7 @@ def test_a_picture_of_a_pixel_by_a_thousand_stays_one_wide():
     [
         (1, [1]),
         (7, [*range(1, 8)]),
+        (71, [1, 20, 40, 60]),
         (100, [1, 20, 40, 60, 80, 100]),
         (130, [1, 20, 40, 60, 80, 100, 120]),
     ],

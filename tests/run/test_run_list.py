@@ -58,6 +58,16 @@ def test_every_run_is_listed_with_what_it_reached_and_how_it_differs(trained):
     assert rows[0].bytes == size_of(trained / REX) == sum(path.stat().st_size for path in files)
 
 
+def test_a_run_is_shown_by_the_first_picture_of_its_newest_samples(tmp_path):
+    samples = tmp_path / REX / "samples"
+    samples.mkdir(parents=True)
+    (tmp_path / REX / "config.json").write_text("{}")
+    assert [row.sample for row in list_runs(tmp_path)] == [""]
+    for step, number in ((2, 1), (2, 2), (4, 1), (4, 2)):
+        (samples / f"step-{step:08d}-{number}.png").touch()
+    assert [row.sample for row in list_runs(tmp_path)] == ["step-00000004-1.png"]
+
+
 def test_the_list_takes_damaged_runs_as_they_are(trained, tmp_path):
     folder = tmp_path / "x-0123456789abcdef"
     folder.mkdir()

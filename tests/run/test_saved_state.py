@@ -75,6 +75,10 @@ def test_the_size_of_a_state_on_the_disk_is_known_before_it_is_written(state, tm
     save_state(state, tmp_path)
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert size_in_bytes(state) == pytest.approx(written, rel=0.1)
+    long = dataclasses.replace(state, losses=[n / 7 for n in range(20_000)])
+    save_state(long, tmp_path / "long")
+    written = sum(file.stat().st_size for file in (tmp_path / "long").iterdir())
+    assert written < size_in_bytes(long) < 2 * written
 
 
 @pytest.mark.parametrize("moment", range(6))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +16,22 @@ from safetensors.torch import load_file
 from graft.training.config import CheckpointConfig, EmaConfig
 from graft.training.files.lora.write import lora_tensors
 from graft.training.run import watch
+from graft.training.run.folder import Run
 from graft.training.run.watch import DiskFull
 
 from ..support.runs import CONFIG, assert_same, checkpoints, go
 from ..support.runs import run as train_without_a_folder
 from ..support.tiny import FAMILY
+
+
+@pytest.mark.parametrize(("reserved", "is_enough"), [(100, True), (99, False)])
+def test_a_checkpoint_needs_its_size_and_a_margin_of_what_is_free_and_what_is_held(
+    reserved, is_enough, tmp_path, monkeypatch
+):
+    free = SimpleNamespace(free=watch.MARGIN)
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda folder: free)
+    with nullcontext() if is_enough else pytest.raises(DiskFull, match="32 MB are free"):
+        watch.require_space(Run(tmp_path), 100, reserved)
 
 
 @pytest.mark.feature(94)

@@ -37,8 +37,8 @@ def settings_of(graph: Any, added: Added = none_added) -> dict[str, str]:
 
     Raises UserError if `graph` is not a graph.
     """
-    known: dict[str, str] = {}
-    return {node: _digest(nodes_of(graph), node, known, added) for node in graph}
+    nodes, known = nodes_of(graph), dict[str, str]()
+    return {node: _digest(nodes, node, known, added) for node in nodes}
 
 
 def run_settings(graph: Any, node: str | None, added: Added = none_added) -> str:
