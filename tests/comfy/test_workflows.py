@@ -331,7 +331,9 @@ def test_a_workflow_of_another_kind_runs_on_a_tiny_model_of_its_own(name, model,
     )
     upscale = comfy.utils.common_upscale  # Qwen's node makes a megapixel of a reference
     monkeypatch.setattr(
-        comfy.utils, "common_upscale", lambda image, w, h, *how: upscale(image, min(w, 64), min(h, 64), *how)
+        comfy.utils,
+        "common_upscale",
+        lambda image, w, h, *a, **k: upscale(image, min(w, 64), min(h, 64), *a, **k),
     )
     shutil.copy(four_squares(base) / "red.png", base / "input" / "example.png")
     write_clip(base / "input" / "one_clip" / "a.mp4", moving(9))
