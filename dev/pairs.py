@@ -185,8 +185,10 @@ def build_model() -> Any:
     the later the head; to find that out takes training longer than all the edits.
     """
     import comfy.supported_models
+    from comfy.ldm.flux.model import FluxParams
 
-    config = comfy.supported_models.Flux(dict(FLUX))
+    newer = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__annotations__ else {}
+    config = comfy.supported_models.Flux(FLUX | newer)
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "")
     torch.manual_seed(0)
@@ -253,7 +255,8 @@ def pretrain(settings: argparse.Namespace, batch: int = 16) -> None:
     views = torch.load(settings.work / "views.pt")
     clip = load_clip(settings.work)
     texts = {text: clip.encode_from_tokens(clip.tokenize(text), True) for text, _, _ in EDITS}
-    model = build_model().diffusion_model
+    model = build_model().diffusion_model.requires_grad_(True)
+    training_mode = importlib.import_module("graft.training.comfy.versions").training_mode
     guard = importlib.import_module("graft.training.memory.in_place").guard_saved_tensors
 
     def loss_at(step: int, g: torch.Generator) -> Tensor:
@@ -280,7 +283,8 @@ def pretrain(settings: argparse.Namespace, batch: int = 16) -> None:
         torch.optim.AdamW([{"params": rest, "peak_lr": 2e-3}], betas=(0.9, 0.98), weight_decay=0.0),
     ]
     run = Training("base", settings.work, steps=settings.base_steps, warmup=50, cooldown=0.5, seed=2)
-    run.go(loss_at, {"model": model}, updates)
+    with training_mode():
+        run.go(loss_at, {"model": model}, updates)
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------

@@ -173,7 +173,8 @@ def test_a_video_of_comfyuis_own_is_trained_as_its_file_is(tmp_path, graft_nodes
     videos = graft_nodes["GraftDatasetFromVideos"].execute(**given, **only).result[0]
     batch = encode(videos, case.encoder, tmp_path / "cache").batch(1, seed=0, index=0)
     stored = case.data.batch(1, seed=0, index=0).latents.bfloat16().float()
-    assert torch.equal(batch.latents, stored) and batch.captions == ["a clip"]
+    # From 0.33 on ComfyUI no longer rounds frames to 8 bits.
+    assert (batch.latents - stored).norm() <= 0.05 * stored.norm() and batch.captions == ["a clip"]
 
 
 def test_clips_for_a_vae_of_images_are_refused_before_anything_is_encoded(tmp_path, monkeypatch):
