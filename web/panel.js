@@ -39,6 +39,7 @@ canvas { position: absolute; inset: 0; width: 100%; height: 100%; }
                        border-radius: 50%; background: var(--color); }
 .samples { display: flex; gap: 4px; flex: none; height: ${THUMBNAILS_HEIGHT - 4}px; overflow-x: auto; }
 .samples img { height: 100%; border-radius: 4px; display: block; }
+.samples span { align-self: center; opacity: 0.6; }
 .samples audio { height: 100%; max-height: 40px; align-self: center; flex: none; }
 [hidden] { display: none; }`
 
@@ -93,6 +94,7 @@ export class Panel {
         this.checkpoints = []
         this.samples = []
         this.newest = []
+        this.inputs = {}
         this.lookedForFiles = 0
     }
 
@@ -171,10 +173,13 @@ export class Panel {
         const files = await this.#get("files", { run: live.run })
         if (!files || live.run !== this.live.run) return
         const newest = files.samples.filter((sample) => sample.step === files.samples.at(-1).step).slice(0, 8)
-        const changed = newest.map((s) => s.name).join() !== this.newest.map((s) => s.name).join()
+        const inputs = Object.fromEntries((files.inputs ?? []).map(({ number, name }) => [number, name]))
+        const names = (samples, beside) => samples.flatMap(({ name, number }) => [beside[number], name]).join()
+        const changed = names(newest, inputs) !== names(this.newest, this.inputs)
         this.checkpoints = files.checkpoints
         this.samples = [...new Set(files.samples.map((sample) => sample.step))]
         this.newest = newest
+        this.inputs = inputs
         if (changed) this.#showThumbnails(live)
     }
 
@@ -290,13 +295,18 @@ export class Panel {
 
     #showThumbnails(live) {
         this.thumbnails.hidden = !this.newest.length
+        const shown = (name, title) => {
+            const url = this.api.apiURL(`/graft/sample?${new URLSearchParams({ run: live.run, name })}`)
+            if (name.endsWith(".flac")) return make("audio", { src: url, title, controls: true, preload: "none" })
+            const image = make("img", { src: url, alt: title, title, draggable: false })
+            return make("a", { href: url, target: "_blank", rel: "noopener" }, image)
+        }
         this.thumbnails.replaceChildren(
-            ...this.newest.map(({ name, step, number }) => {
-                const url = this.api.apiURL(`/graft/sample?${new URLSearchParams({ run: live.run, name })}`)
-                const title = `${this.words.step} ${step}, ${number + 1}`
-                if (name.endsWith(".flac")) return make("audio", { src: url, title, controls: true, preload: "none" })
-                const image = make("img", { src: url, alt: title, title, draggable: false })
-                return make("a", { href: url, target: "_blank", rel: "noopener" }, image)
+            ...this.newest.flatMap(({ name, step, number }) => {
+                const sample = shown(name, `${this.words.step} ${step}, ${number + 1}`)
+                const input = this.inputs[number]
+                if (!input) return [sample]
+                return [shown(input, `${this.words.input} ${number + 1}`), make("span", { textContent: "\u2192" }), sample]
             }),
         )
         this.onLayout()

@@ -25,6 +25,7 @@ const WORDS = {
         other: "other settings",
         checkpoint: "checkpoint",
         sample: "samples",
+        input: "input",
     },
     zh: {
         chart: "训练",
@@ -50,6 +51,7 @@ const WORDS = {
         other: "其他设置",
         checkpoint: "检查点",
         sample: "样图",
+        input: "输入",
     },
     ja: {
         chart: "学習",
@@ -75,6 +77,7 @@ const WORDS = {
         other: "別の設定",
         checkpoint: "チェックポイント",
         sample: "サンプル",
+        input: "入力",
     },
     de: {
         chart: "Training",
@@ -100,6 +103,7 @@ const WORDS = {
         other: "andere Einstellungen",
         checkpoint: "Checkpoint",
         sample: "Beispielbilder",
+        input: "Eingabe",
     },
 }
 

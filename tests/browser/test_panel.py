@@ -121,7 +121,7 @@ def test_the_chart_has_a_logarithmic_scale_and_values_under_the_pointer(editor):
 
 @pytest.fixture(scope="module")
 def long_run(running):
-    """A run of 10,000 steps on disk, with checkpoints and samples: an image, a clip and a sound."""
+    """A run of 10,000 steps on disk, with checkpoints and samples: an edit, a clip and a sound."""
     folder = running.base / "output" / "graft" / LONG
     (folder / "samples").mkdir(parents=True)
     for at in range(2000, STEPS + 1, 2000):
@@ -131,6 +131,7 @@ def long_run(running):
         clip = folder / "samples" / f"step-{at:08d}-1.webp"
         frames[0].save(clip, save_all=True, append_images=frames[1:], duration=100)
         write_sound(folder / "samples" / f"step-{at:08d}-2.flac", wave(0.5), caption=None)
+    Image.new("RGB", (96, 96), "white").save(folder / "samples" / "input-0.png")
     with (folder / "log.jsonl").open("w") as file:
         for at in range(1, STEPS + 1):
             loss = 0.3 + math.exp(-at / 2000)
@@ -158,8 +159,10 @@ def newer_inputs(editor):
 def assert_samples_are_shown(editor):
     images, sound = (f"[...{SHADOW}.querySelectorAll('.samples {kind}')]" for kind in ("img", "audio"))
     wait(
-        editor, f"{images}.length === 2 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
+        editor, f"{images}.length === 3 && {images}.every(i => i.naturalWidth === 96 && i.clientHeight > 40)"
     )
+    titles = editor.node(TRAIN, f"{images}.map(i => i.title)")
+    assert titles == ["input 1", f"step {STEPS}, 1", f"step {STEPS}, 2"]
     wait(editor, f"{sound}.length === 1 && {sound}[0].controls && {sound}[0].clientHeight > 20")
     editor.node(TRAIN, f"({sound}[0].preload = 'auto', true)")
     wait(editor, f"{sound}[0].duration > 0.4")

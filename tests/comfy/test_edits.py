@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,6 +205,21 @@ def test_samples_are_drawn_from_the_references_as_they_are_trained(name, pairs, 
     assert torch.equal(trained["cross_attn"], conditioning["cross_attn"])
     with pytest.raises(UserError, match="image1 has 3 images for 2 prompts"):
         dataclasses.replace(plan, images=(torch.zeros(3, 64, 64, 3),))
+
+
+def test_what_an_edit_is_made_from_lies_beside_its_samples(monkeypatch, tmp_path):
+    """Two references of a prompt side by side, at one height."""
+    drawn = Image.new("RGB", (8, 8))
+    monkeypatch.setattr(samples_module, "draw_samples", lambda *_, **__: iter([[drawn], [drawn]]))
+    images = (torch.stack([torch.zeros(32, 32, 3), torch.ones(32, 32, 3)]), torch.zeros(1, 64, 32, 4))
+    plan = samples_module.SamplePrompts("clip", "vae", ("a", "b"), images=images)
+    family = ComfyDenoiser(EDITS["flux"]()).family
+    samples_module.SampleWriter(plan, None, family, tmp_path, 0, 9).draw(SimpleNamespace(step=4), [0, 1])
+    names = [f"{kind}-{index}.png" for kind in ("input", "step-00000004") for index in (0, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with Image.open(tmp_path / "input-1.png") as joined:
+        assert joined.size == (512 + 256, 512)
+        assert [joined.getpixel((x, 256)) for x in (10, 600)] == [(255, 255, 255), (0, 0, 0)]
 
 
 INPAINTING = {

@@ -40,6 +40,7 @@ def run(tmp_path, monkeypatch):
     for step in (3, 2):
         (folder / "samples" / f"step-{step:08d}-0.png").write_bytes(b"picture %d" % step)
     (folder / "samples" / "notes.txt").write_text("secret")
+    (folder / "samples" / "input-1.png").write_bytes(b"original")
     (tmp_path / "output" / "graft" / "other").mkdir()
     (tmp_path / "output" / "secret.png").write_text("secret")
     (tmp_path / "log.jsonl").write_text('{"step": 1, "secret": 1}\n')
@@ -66,7 +67,7 @@ def test_the_log_comes_from_a_byte_on(run):
 def test_a_run_that_has_begun_has_nothing_before_its_first_step(run):
     with session.show_run("people/begun-0", first=0, last=9):
         assert get("/graft/log?run=people/begun-0")["entries"] == []
-        assert get("/graft/files?run=people/begun-0") == {"samples": [], "checkpoints": []}
+        assert get("/graft/files?run=people/begun-0") == {"samples": [], "inputs": [], "checkpoints": []}
     session._runs.pop("people/begun-0")
     assert ask("/graft/log?run=people/begun-0")[0][0] == 404
 
@@ -103,6 +104,8 @@ def test_samples_and_checkpoints_are_listed_by_step(run):
     assert found["checkpoints"] == [2, 3]
     assert [(s["step"], s["number"]) for s in found["samples"]] == [(2, 0), (3, 0)]
     assert ask(f"/graft/sample?run={RUN}&name={found['samples'][1]['name']}") == [(200, b"picture 3")]
+    assert found["inputs"] == [{"name": "input-1.png", "number": 1}]
+    assert ask(f"/graft/sample?run={RUN}&name=input-1.png") == [(200, b"original")]
 
 
 def test_links_that_lead_out_of_the_run_are_not_followed(run):

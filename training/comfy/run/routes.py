@@ -17,7 +17,7 @@ from ...data.image_file import BadImage
 from ...data.thumbnail import thumbnail
 from ...log import log as logger
 from ...run.queued import nodes_of, settings_of
-from ...run.run_files import SAMPLE, is_file_of, list_files
+from ...run.run_files import INPUT, SAMPLE, is_file_of, list_files
 from ...run.run_log import read_entries
 from .. import paths
 from ..dataset.answers import guarded, in_thread, refused
@@ -117,22 +117,25 @@ async def log(request: web.Request) -> web.Response:
 
 
 async def files(request: web.Request) -> web.Response:
-    """Answer {samples: [{name, step, number}], checkpoints: [step]} for ?run=<run>, by step."""
+    """Answer {samples: [{name, step, number}], inputs: [{name, number}], checkpoints: [step]} for ?run=<run>,
+    by step. `number` is that of the prompt.
+    """
     folder = run_folder(request)
     return web.json_response(await in_thread(lambda: list_files(folder)))
 
 
 async def sample(request: web.Request) -> web.StreamResponse:
-    """Answer the sample ?run=<run>&name=step-<n>-<prompt>.png; .webp of a clip, .flac of a sound.
+    """Answer the sample ?run=<run>&name=step-<n>-<prompt>.png; .webp of a clip, .flac of a sound, or
+    input-<prompt>.png, what it was made from.
 
     With &small=1, the thumbnail of an image.
     """
     folder, name = run_folder(request), request.query.get("name", "")
     path = folder / "samples" / name
-    match = SAMPLE.fullmatch(name)
+    match = SAMPLE.fullmatch(name) or INPUT.fullmatch(name)
     if not match or not is_file_of(folder, path):
         return refused("no such sample", 404)
-    kind = match[3]
+    kind = match[match.lastindex or 0]
     if request.query.get("small") == "1":
         with suppress(BadImage, OSError):  # then the image itself
             path, kind = await in_thread(lambda: thumbnail(path, paths.cache_folder())), "jpeg"

@@ -42,6 +42,7 @@ from ..model.sound import Sound, decode_sound, encode_song, encode_sound, is_of_
 from ..model.unload import unload
 from .notes import family_in
 from .sample_clips import save_clip
+from .sample_inputs import save_input
 from .sample_sounds import save_sound
 
 SAMPLERS: list[str] = comfy.samplers.KSampler.SAMPLERS
@@ -163,7 +164,7 @@ class SampleWriter:
     family: Family
     folder: Path
     """Samples are saved as `folder`/step-<n>-<index of the prompt>.png, clips as .webp and .mp4, sounds as
-    .flac."""
+    .flac; what they are made from as input-<index>.png."""
     first: int
     """Step at which the run starts."""
     last: int
@@ -222,6 +223,7 @@ class SampleWriter:
         try:
             drawn = draw_samples(settings, self.model, state, self.family, self.trigger, encoded=self.encoded)
             for index, frames in zip(indices, drawn, strict=True):
+                save_input(self.settings.references[index], self.folder / f"input-{index}.png")
                 texts = {**self.metadata, "graft_prompt": self.settings.prompts[index]}
                 if isinstance(frames, Sound):
                     save_sound(frames, self.path(state.step, index, SOUND), texts)
