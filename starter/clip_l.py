@@ -114,13 +114,15 @@ def position_vectors(seed: int = SEED) -> Tensor:
 
 def random_integers(seed: int, stream: int, shape: tuple[int, int]) -> np.ndarray:
     """Bell-shaped int32 of mean 0: the sum of a random uint64's eight bytes, less 8 * 127.5."""
-    draw, integers = np.random.Philox(key=[seed, stream]), np.empty(shape[0] * shape[1], np.int32)
+    draw = np.random.Philox(key=[seed, stream])
+    integers: np.ndarray = np.empty(shape[0] * shape[1], np.int32)
     for part in np.split(integers, range(CACHED, len(integers), CACHED)):
         bits = draw.random_raw(len(part))
         pairs = (bits & EVEN_BYTES) + ((bits >> np.uint64(8)) & EVEN_BYTES)
         quads = (pairs & EVEN_PAIRS) + ((pairs >> np.uint64(16)) & EVEN_PAIRS)
         part[:] = (quads & np.uint64(0xFFFFFFFF)) + (quads >> np.uint64(32))
-    return integers.reshape(shape) - np.int32(8 * 127.5)
+    integers -= np.int32(8 * 127.5)
+    return integers.reshape(shape)
 
 
 def scaled(integers: np.ndarray, scale: float) -> Tensor:
