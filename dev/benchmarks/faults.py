@@ -69,7 +69,7 @@ FAULTS = {
         "comfy/faults",
         "cancel_in_every_phase_leaves_a_server_that_trains_the_next_prompt",
     ),
-    "50 queued runs": ("comfy/faults", "fifty_queued_runs_leave_no_memory_and_no_hooks_behind"),
+    "20 queued runs": ("comfy/faults", "twenty_queued_runs_leave_no_memory_and_no_hooks_behind"),
     "NaN in one image": ("run/execute", "an_image_that_is_no_number_is_named_and_the_weights_are_kept"),
     "interrupt during validation": ("validation", "a_measurement_that_was_interrupted_is_made_up_for"),
     "SIGTERM": ("run/kill", "sigterm_saves_the_step_and_ends_the_process"),
