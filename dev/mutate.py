@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import runpy
 import shutil
 import signal
@@ -26,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -263,22 +263,29 @@ def kill(root: Path, mutant: Mutant, groups: list[list[str]]) -> str | None:
 
 
 def argued() -> dict[str, str]:
-    """Return {mutant: reason} of survivors.txt. A block is "file: function", changes, and why, indented."""
+    """Return {mutant: reason} of survivors.txt. A block has lines "file: function", each with changes of two lines
+    below, and one reason for all of them, indented.
+    """
     reasons = {}
     for block in filter(None, ARGUED.read_text(encoding="utf-8").split("\n\n")):
-        place, *lines = block.strip().splitlines()
-        changed = [line for line in lines if not line.startswith("  ")]
-        reason = " ".join(line.strip() for line in lines if line.startswith("  "))
-        reasons |= {f"{place}\n{pair[0]}\n{pair[1]}": reason for pair in zip(changed[::2], changed[1::2])}
+        lines = block.strip().splitlines()
+        reason, place = " ".join(line.strip() for line in lines if line.startswith("  ")), ""
+        for line, after in pairwise(lines):
+            if line.startswith("- "):
+                reasons[f"{place}\n{line}\n{after}"] = reason
+            elif not line.startswith(("+ ", "  ")):
+                place = line
     return reasons
 
 
 def sample(room: str, count: int, seed: int) -> list[Mutant]:
-    """Return a random choice of the mutants of a room: a folder, or one file."""
+    """Return a random choice of the mutants of a room: a folder, or one file. A change elsewhere in the room
+    hardly moves it.
+    """
     path = ROOT / room
     files = [path] if path.is_file() else sorted(path.glob("*.py"))
     found = [m for file in files for m in mutants(file.relative_to(ROOT).as_posix(), file.read_bytes())]
-    return random.Random(f"{room} {seed}").sample(found, min(count, len(found)))
+    return sorted(found, key=lambda mutant: sha256(f"{seed} {mutant}".encode()).digest())[:count]
 
 
 def copy_checkout(place: Path) -> Path:

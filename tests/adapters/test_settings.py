@@ -24,7 +24,10 @@ from graft.training.adapters.build import (
 )
 from graft.training.adapters.dora import apply_magnitude
 from graft.training.adapters.dropout import Draw
+from graft.training.adapters.glora import GLoRA
 from graft.training.adapters.lokr import LoKr
+from graft.training.adapters.oft import OFT
+from graft.training.adapters.strength import apply_strength, at_strength
 from graft.training.config import AdapterConfig, from_dict, to_dict
 from graft.training.family import TEXT, is_text
 from graft.training.frozen_base.frozen_layer import LayerSpec
@@ -253,6 +256,43 @@ def test_methods_that_start_from_the_base_say_so_when_it_is_missing():
             initialize(build_adapters(select(SPECS, FAMILY, config), config), 0)
 
 
+@pytest.mark.parametrize("method", ["oft", "glora"])
+def test_what_multiplies_the_base_has_no_difference_without_it(method):
+    with pytest.raises(ValueError, match=f"{method} multiplies the base weight"):
+        case(method, "linear")[1].delta()
+
+
+def test_a_fresh_factor_is_uniform_up_to_one_over_the_root_of_its_inputs():
+    """Kaiming-uniform with a = sqrt(5), as PEFT and LyCORIS have it."""
+    layer = LayerSpec("linear", (8, 400))
+    adapters = build_adapters({"a": layer}, AdapterConfig(rank=64))
+    initialize(adapters, 0)
+    largest = adapters["a"].down.abs().max()
+    assert 0.999 / 20 < largest <= 1 / 20
+
+
+def test_at_strength_zero_only_the_base_is_computed():
+    x = torch.ones(2)
+    with at_strength(0.0):
+        assert apply_strength(pytest.fail, lambda x: 3 * x, x).tolist() == [3, 3]
+
+
+def test_forms_that_are_not_read_are_named():
+    blocks = {"oft_blocks": torch.zeros(2, 4, 4)}
+    assert OFT.other_form(blocks | {"dora_scale": torch.ones(1)}) == "OFT with dora_scale"
+    assert OFT.other_form(blocks | {"rescale": torch.ones(1)}) == "OFT with rescale"
+    assert not OFT.other_form(blocks)
+
+
+@pytest.mark.parametrize("changed", ["a1", "b2"])
+def test_glora_factors_that_do_not_belong_together_are_no_layer(changed):
+    weights = dict(case("glora", "linear")[1].named_parameters())
+    assert GLoRA.shape_in(weights) == (24, 16)
+    weights[changed] = weights[changed][:-1]
+    with pytest.raises(ValueError, match="inputs of b2"):
+        GLoRA.shape_in(weights)
+
+
 def test_dora_is_refused_for_one_output_because_loaders_would_misread_it():
     with pytest.raises(ValueError, match="Exclude that layer"):
         build_adapters({"a": LayerSpec("linear", (1, 8))}, AdapterConfig(algorithm="dora"))
@@ -263,6 +303,12 @@ def test_the_factor_of_a_lokr_file_is_read_from_either_side(shape):
     layer, config = LayerSpec("linear", shape), AdapterConfig(algorithm="lokr", rank=1)
     weights = dict(LoKr(layer, dataclasses.replace(config, factor=4)).named_parameters())
     assert LoKr.settings_of(config, {"layer": (layer, weights)}).factor == 4
+
+
+def test_a_factor_of_two_is_read_from_a_lokr_file():
+    layer, config = LayerSpec("linear", (16, 16)), AdapterConfig(algorithm="lokr", rank=1)
+    weights = dict(LoKr(layer, dataclasses.replace(config, factor=2)).named_parameters())
+    assert LoKr.settings_of(config, {"layer": (layer, weights)}).factor == 2
 
 
 @pytest.mark.parametrize("kernel", [(), (3, 3)])

@@ -12,12 +12,14 @@ from PIL import Image
 from graft.commands.headless.server import find_comfyui, server
 from graft.tests.support.chromium import chromium
 from graft.tests.support.editor import Editor
+from graft.tests.support.small_base import put_small_base
 
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory):
     """A ComfyUI with Graft, and four captioned squares in input/tiny."""
     base = tmp_path_factory.mktemp("browser-server")
+    put_small_base(base / "models" / "checkpoints")
     folder = base / "input" / "tiny"
     folder.mkdir(parents=True)
     for color in ("red", "green", "blue", "white"):

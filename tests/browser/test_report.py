@@ -131,7 +131,7 @@ def test_what_may_be_regretted_is_shown_beside_the_chart(editor, ran):
 
 
 def test_the_end_of_a_run_is_told_by_a_notification_that_was_asked_for_once(editor, ran):
-    [(title, body)] = editor.page.evaluate("graftTold")
+    [(title, body)] = editor.page.wait_for("graftTold.length && graftTold")
     assert title == "Training has ended" and body.startswith(f"{ran[-1]}-") and body.endswith(", step 3")
     assert editor.page.evaluate("graftAsked") == 1
     bell = f"(node => {BELL})(app.graph.getNodeById({TRAIN}))"

@@ -89,5 +89,4 @@ def test_odd_pictures_become_a_lora_within_twelve_clicks(editor, running, vue):
     assert page.clicks - before <= ENOUGH
     assert len(list((running.base / "input" / name).iterdir())) == ENOUGH
     metadata = safe_open(saved, "pt").metadata()
-    assert metadata["ss_num_train_images"] == "12" and metadata["ss_base_model_version"] == "graft_starter"
-    assert metadata["modelspec.trigger_phrase"] == "ohwx"
+    assert metadata["ss_num_train_images"] == "12" and metadata["modelspec.trigger_phrase"] == "ohwx"

@@ -22,9 +22,11 @@ import graft
 from graft.commands.headless.server import find_comfyui, install_graft, make_folders, server
 from graft.tests.support import card, dynamic_vram
 from graft.tests.support.card import DEVICE, DYNAMIC, PRETENDED
+from graft.tests.support.small_base import STARTER, put_small_base
 
 COMFYUI = find_comfyui()
 BASE = Path(tempfile.mkdtemp(prefix="graft-tests-"))
+CHECKPOINTS = BASE / "models" / "checkpoints"
 atexit.register(shutil.rmtree, BASE, ignore_errors=True)
 collect_ignore = ["test_on_a_card.py"] if PRETENDED else ["test_crossings.py"]
 collect_ignore += [] if DYNAMIC else ["test_dynamic_vram.py"]
@@ -66,7 +68,9 @@ bootstrap()
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_folders() -> None:
-    """Begin every file with nothing in models/, input/ and output/ but the starter's text encoder."""
+    """Begin every file with nothing in models/, input/ and output/ but the starter's text encoder and a small
+    base under the name of its own.
+    """
     import folder_paths
 
     from graft.starter.in_comfyui import TEXT_ENCODER
@@ -80,6 +84,13 @@ def empty_folders() -> None:
     make_folders(BASE)
     if kept.exists():
         kept.rename(written)
+    put_small_base(CHECKPOINTS)
+
+
+@pytest.fixture(scope="module")
+def whole_base(empty_folders) -> None:
+    """Have the starter's own base for the tests of a file."""
+    (CHECKPOINTS / STARTER.name).unlink()
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +108,9 @@ def base() -> Path:
 @pytest.fixture(scope="session")
 def comfy_server(comfyui, tmp_path_factory):
     """One running ComfyUI with Graft, shared by all tests; `.base` is its base directory. Do not kill it."""
-    with server(comfyui, tmp_path_factory.mktemp("server"), cpu=not ON_CUDA) as running:
+    base = tmp_path_factory.mktemp("server")
+    put_small_base(base / "models" / "checkpoints")
+    with server(comfyui, base, cpu=not ON_CUDA) as running:
         yield running
 
 

@@ -41,6 +41,8 @@ from graft.training.files.lora.write import lora_tensors
 from graft.training.run.queued import run_settings, settings_of
 from graft.training.tools.merge import digest as lora_digest
 
+pytestmark = pytest.mark.usefixtures("whole_base")
+
 LORA = HERE / "lora.safetensors"
 CHECKPOINT = "from checkpoint"
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from graft.commands.headless.server import server
 from graft.nodes.all_nodes import ALL_NODES
+from graft.tests.support.small_base import put_small_base
 
 PROMPTS = int(os.environ.get("GRAFT_FUZZ_PROMPTS", 300))
 SEED = int(os.environ.get("GRAFT_FUZZ_SEED", 0))
@@ -53,6 +54,7 @@ def watched_server(comfyui, tmp_path_factory):
     (base / "custom_nodes" / "witness").mkdir(parents=True)
     code = textwrap.dedent(WITNESS).format(base=str(base), outside=str(outside), notes=str(notes))
     (base / "custom_nodes" / "witness" / "__init__.py").write_text(code)
+    put_small_base(base / "models" / "checkpoints")
     outside.mkdir()
     for folder in (base / "input" / "tiny", outside):
         folder.mkdir(parents=True, exist_ok=True)

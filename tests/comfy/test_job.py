@@ -21,6 +21,7 @@ from graft import __main__ as launch
 from graft.commands.export_workflow import as_text
 from graft.commands.train import extra_data
 from graft.tests.support.jobs import ERIDIFFUSION, images, small
+from graft.tests.support.small_base import put_small_base
 from graft.training.job.graph import NODES
 from graft.training.job.read import compile_job, read_job
 
@@ -165,6 +166,7 @@ def test_what_ends_a_job_saves_its_run_and_the_same_command_goes_on(tmp_path):
     """After Ctrl-C, after a request to end, and to its last step, on a server without an editor."""
     file, log = tmp_path / "job.yaml", "out/graft/job-*/log.jsonl"
     job = small(tmp_path / "squares", training_folder="out", device="cpu")
+    put_small_base(tmp_path)
     train = job["config"]["process"][0]["train"]
     command, reached = [sys.executable, launch.__file__, "train", str(file)], 0
     hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell put the tests behind &

@@ -287,7 +287,7 @@ def test_what_is_without_effect_is_said_once_a_run_in_the_log_and_on_the_node(ex
         executor = execute(sampled("guided", every=1, **values))
     [shown] = executor.history_result["outputs"]["5"]["text"]
     for text in (caplog.text, shown):
-        assert text.count("guidance 3 of Sample Prompts: Graft starter has no") == 1
+        assert text.count("guidance 3 of Sample Prompts: SD3.5 Large has no") == 1
         assert text.count("the negative prompt of Sample Prompts has no effect at cfg 1") == 1
 
 
@@ -364,7 +364,7 @@ def test_a_model_without_the_trained_layers_is_refused_before_the_first_step(exe
         patch.setattr(
             sample_prompts, "SamplePrompts", lambda *a, **k: prompts(*a, **{**k, "model": TINY["flux"]()})
         )
-        with pytest.raises(RuntimeError, match="this Flux.1 Dev lacks the layer .* trained on Graft starter"):
+        with pytest.raises(RuntimeError, match="this Flux.1 Dev lacks the layer .* trained on SD3.5 Large"):
             execute(sampled("drawn_by_flux"))
     assert not list((base / "output" / "graft").glob("drawn_by_flux-*"))
 

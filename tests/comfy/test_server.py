@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import graft
 from graft.commands.headless.server import ComfyUIError, PromptError, server
+from graft.tests.support.small_base import put_small_base
 
 WORKFLOW = Path(graft.__file__).parent / "example_workflows" / "api" / "first_lora.json"
 
@@ -37,6 +38,7 @@ def prompt(name, **train):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     base = tmp_path_factory.mktemp("restarted")
+    put_small_base(base / "models" / "checkpoints")
     (base / "input" / "tiny").mkdir(parents=True)
     for color in ("red", "blue"):
         Image.new("RGB", (64, 64), color).save(base / "input" / "tiny" / f"{color}.png")
@@ -83,16 +85,16 @@ def saving_every_step(graph):
 @pytest.mark.feature(117)
 def test_a_killed_server_resumes_and_a_finished_run_survives_free_and_restart(comfyui, folder, monkeypatch):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # a start after the first, as users have it
-    killed = saving_every_step(prompt("killed", steps=40, seed=1))
-    whole = prompt("whole", steps=40, seed=1)
+    killed = saving_every_step(prompt("killed", steps=200, seed=1))
+    whole = prompt("whole", steps=200, seed=1)
     with server(comfyui, folder, cpu=True) as first:
         with pytest.raises(ComfyUIError, match="ComfyUI ended with exit code"):
             first.run(killed, on_progress(first.kill, after=3))
     assert "killed" not in loras(folder)
     with server(comfyui, folder, cpu=True) as second:
         second.run(killed)
-        resumed_at = int(re.findall(r"resuming at step (\d+) of 40", second.log())[-1])
-        assert 2 <= resumed_at < 40
+        resumed_at = int(re.findall(r"resuming at step (\d+) of 200", second.log())[-1])
+        assert 2 <= resumed_at < 200
         second.run(whole)
         assert same(loras(folder)["killed"], loras(folder)["whole"])
     began = time.monotonic()

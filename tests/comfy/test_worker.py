@@ -20,6 +20,7 @@ from graft.commands.headless.server import server
 from graft.tests.support.card import PRETENDED
 from graft.tests.support.jobs import images, small
 from graft.tests.support.runs import go
+from graft.tests.support.small_base import put_small_base
 from graft.training import distributed
 from graft.training.comfy import paths
 from graft.training.comfy.run import session, workers
@@ -71,6 +72,7 @@ own_processes = pytest.mark.skipif(PRETENDED, reason="processes of their own hav
 @own_processes
 def test_torchrun_trains_a_job_file_as_one_process_does(alone, base, job, tmp_path):
     images(tmp_path / "together")
+    put_small_base(tmp_path)
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -130,6 +132,7 @@ def test_processes_of_a_server_that_is_killed_save_and_end(comfyui, job, tmp_pat
     prompt = compile_job(job, tmp_path / "server" / "input").prompt
     [number] = of_kind(prompt, "GraftTrainSteps")
     prompt[number]["inputs"] |= {"steps": 100_000, "gpus": 2}
+    put_small_base(tmp_path / "server" / "models" / "checkpoints")
     with server(comfyui, tmp_path / "server", cpu=True) as running:
         images(running.base / "input" / "together")
         queued = running.post(prompt)

@@ -27,10 +27,13 @@ from graft.training.memory.plan import (
     Estimate,
     MemoryPlan,
     adapter_bytes,
+    agree_on_plans,
     budget_of,
     candidates,
+    count_trained,
     estimate_fastest,
     fits_surely,
+    gib,
     make_estimator,
     optimizing_bytes,
     plans_that_fit,
@@ -39,6 +42,7 @@ from graft.training.memory.plan_table import format_plans
 from graft.training.memory.tensor_counter import LiveTensors
 from graft.training.memory.weight_store import COPIED, STORES, is_quantized, weight_bytes
 from graft.training.model import OFFLOAD_ALL, OffloadOptions
+from graft.training.optimizer.build import row_of
 
 
 def with_memory(**settings):
@@ -91,6 +95,52 @@ def test_the_fastest_plan_that_fits_is_chosen():
 def test_where_nothing_fits_the_smallest_is_tried_and_the_user_told(caplog):
     assert chosen(TinyDenoiser(), 1000) == [MemoryPlan("offload", "block-offload")]
     assert "no plan fits into 0.0 MiB" in caplog.text and "'fp8' or 'nf4'" in caplog.text
+    assert "takes least, base offload, checkpointing block-offload (" in caplog.text
+
+
+def test_a_peak_in_the_reserve_does_not_fit():
+    step = StepEstimate(saved=0, peak=0, flops=0)
+    estimate = Estimate(MemoryPlan("resident", "none"), 960, 0, step)
+    assert estimate.fits(1000) and not replace(estimate, weights=961).fits(1000)
+
+
+def test_blocks_that_fill_their_share_to_the_last_byte_stay():
+    step = StepEstimate(saved=0, peak=0, flops=0)
+    estimate = Estimate(MemoryPlan("offload", "block"), 0, 0, step, blocks={"0": 450, "1": 450}, passes=2)
+    assert estimate.blocks_on_device(1000) == {"0", "1"} and len(estimate.blocks_on_device(999)) == 1
+
+
+def test_a_plan_is_the_same_with_blocks_on_the_device_and_without():
+    plan = MemoryPlan("offload", "block")
+    assert replace(plan, offload=OffloadOptions(blocks_on_device=frozenset("0"))) == plan
+
+
+def test_processes_that_share_a_base_try_one_plan():
+    denoiser = TinyDenoiser()
+    assert len(agree_on_plans(denoiser, denoiser.specs, with_memory(base="sharded"), BATCH, GIB)) == 1
+
+
+def test_copies_of_bf16_weights_count_in_the_optimizers_step():
+    specs = TinyDenoiser().specs
+    whole, half = (
+        optimizing_bytes(specs, replace(CONFIG, optimizer=OptimizerConfig(weights=weights)))
+        for weights in ("fp32", "bf16")
+    )
+    count = count_trained(specs, CONFIG)
+    assert whole == count * (4 + row_of(CONFIG.optimizer).step_bytes) and half == whole + 2 * count
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (GIB // 10 - 1, "102.4 MiB"),
+        (GIB // 10, "0.10 GiB"),
+        (GIB // 11, "93.1 MiB"),
+        (3 * GIB // 2, "1.50 GiB"),
+    ],
+)
+def test_sizes_are_in_gib_from_a_tenth_of_one(size, text):
+    assert gib(size) == text
 
 
 def offloading(blocks):

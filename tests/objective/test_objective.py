@@ -22,6 +22,7 @@ from graft.training.objective.loss import (
 )
 from graft.training.objective.noise import add_offset, add_pyramid, draw_noise
 from graft.training.objective.preservation import is_due, preservation_weight
+from graft.training.objective.settled import settled
 from graft.training.objective.sigmas import SIGMAS, draw_sigmas, is_flow, shift_for
 from graft.training.objective.weighting import LOSSES, SPACES, WEIGHTINGS, Level
 
@@ -285,6 +286,13 @@ def test_the_output_is_velocity_noise_or_v_by_model_type(sampling, space):
 
 
 @pytest.mark.feature(74)
+def test_the_flow_time_of_a_level_has_its_signal_to_noise_ratio():
+    sigma = torch.tensor([0.1, 1.0, 9.0])
+    level = Level.of(Eps(), sigma, 4)  # x + sigma * n
+    torch.testing.assert_close(level.flow.flatten(), sigma / (1 + sigma))
+    torch.testing.assert_close(((1 - level.flow) / level.flow).square(), level.snr)
+
+
 def test_min_snr_is_hang_2023_for_eps_v_and_x0():
     at, gamma = level(Eps(), 0.05, 0.4, 1.0, 5.0), 5.0
     snr = at.snr.flatten()
@@ -627,3 +635,9 @@ def test_guidance_goes_to_models_that_take_it_and_is_refused_by_others():
 def test_the_tiny_denoisers_sampling_can_be_trained():
     check_sampling(Flow(), "tiny")
     check_sampling(Eps(), "tiny")
+
+
+@pytest.mark.parametrize(("given", "taken"), [(-1.0, 1.0), (0.0, 0.0), (0.5, 0.5), (3.5, 3.5)])
+def test_a_guidance_that_is_set_is_kept_and_otherwise_the_models(given, taken):
+    family = dataclasses.replace(FAMILY, guidance=1.0)
+    assert settled(ObjectiveConfig(guidance=given), family).guidance == taken

@@ -27,6 +27,7 @@ from graft.training.optimizer.build import (
     save_optimizer,
     set_lr,
 )
+from graft.training.optimizer.gradient_check import steps_needed
 from graft.training.optimizer.rows import OPTIMIZERS
 from graft.training.run.saved_state import load_state, save_state
 
@@ -548,3 +549,17 @@ def test_a_rate_that_breaks_a_lora_does_so_in_eight_bit_too():
     most = {name: row.most_lr for name, row in OPTIMIZERS.items()}
     assert most["adamw8bit"] == most["paged-adamw8bit"] == most["adamw"] and most["lion8bit"] == most["lion"]
     assert all(0 <= rate < 0.01 for rate in most.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 2),
+        ({"module_dropout": 0.1}, 8),
+        ({"rank_dropout": 0.1, "rank": 1}, 8),
+        ({"rank_dropout": 0.1}, 3),
+    ],
+)
+def test_a_parameter_is_called_silent_only_when_dropout_can_hardly_be_the_reason(settings, steps):
+    """0.1 to the 6th is a millionth; so is less than one step's chance that all of 16 ranks are dropped."""
+    assert steps_needed(AdapterConfig(**{"rank": 16} | settings)) == steps

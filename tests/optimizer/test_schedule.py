@@ -51,6 +51,10 @@ def test_restarts_begin_again_at_full_rate():
     assert multiplier(course, 29) < 0.01
 
 
+def test_a_run_of_one_step_has_a_schedule():
+    assert multiplier(ScheduleConfig(name="cosine", total_steps=1), 0) == 1
+
+
 def test_a_decay_without_a_length_and_an_unknown_name_are_refused():
     with pytest.raises(ValueError, match="needs total steps"):
         multiplier(ScheduleConfig(name="cosine"), 0)

@@ -8,6 +8,7 @@ from PIL import Image, ImageChops
 from graft.training.run.plots import (
     FAINT,
     MARK,
+    RULE,
     STRONG,
     Column,
     axis,
@@ -33,7 +34,10 @@ def test_every_picture_is_on_the_grid_at_one_height():
     made = [Image.new("RGB", (64, 32 * (n + 1)), (n + 1, 200, 10)) for n in range(4)]
     columns = [Column("a prompt that is long", "", made[:2]), Column("another", "note", made[2:])]
     page = sample_grid(columns, ["step 1\nstrength 1", "step 2\nstrength 1"], height=48, **TEXT)
-    assert {(n + 1, 200, 10) for n in range(4)} <= colors(page)
+    found = {color: count for count, color in page.getcolors(1 << 24)}
+    for n, image in enumerate(made):
+        width = round(48 * image.width / image.height)
+        assert found[n + 1, 200, 10] == 48 * width, "no picture lies on another"
 
 
 def test_every_text_is_on_the_grid_and_that_of_a_row_beside_its_picture():
@@ -50,8 +54,9 @@ def test_every_text_is_on_the_grid_and_that_of_a_row_beside_its_picture():
     for text in ("title", "subtitle", "prompt", "under"):
         assert difference(**{text: "word"}), text
     right = [x for x in range(draw().width) if draw().getpixel((x, draw().height - 60)) == (9, 200, 10)]
-    for text in ("name", "note"):
-        x0, y0, x1, y1 = difference(**{text: "word"})
+    name, note = (difference(**{text: "word"}) for text in ("name", "note"))
+    assert name[3] <= note[1], "the name stands above the note"
+    for _, y0, x1, y1 in (name, note):
         assert x1 < right[0] and draw().height - 28 - 64 <= y0 and y1 <= draw().height - 28
 
 
@@ -80,6 +85,25 @@ def test_the_first_and_round_steps_are_numbered(count, ticks):
 def test_a_run_of_any_length_is_plotted(losses):
     page = loss_plot(losses, **TEXT)
     assert shows(page, STRONG) and shows(page, FAINT)
+
+
+def rows_of(page, wanted, least):
+    """The rows of the plot in which a color has so many pixels."""
+    pixels = page.load()
+    rows = ([pixels[x, y] for x in range(page.width)] for y in range(100, page.height))
+    near = [sum(max(abs(a - b) for a, b in zip(wanted, p)) <= 24 for p in row) for row in rows]
+    return [y for y, count in enumerate(near, 100) if count >= least]
+
+
+def test_one_great_loss_does_not_flatten_the_others():
+    losses = [0.2 if n // 50 % 2 else 0.8 for n in range(600)]
+    losses[300] = 1e6
+    rows = rows_of(loss_plot(losses, **TEXT), FAINT, 100)
+    assert max(rows) - min(rows) > 200
+
+
+def test_every_number_of_the_axis_has_a_line():
+    assert len(rows_of(loss_plot([0.5, 1.0, 0.7, 0.0], **TEXT), RULE, 700)) in range(4, 19)
 
 
 def test_held_out_losses_are_drawn_where_there_are_any():

@@ -28,7 +28,9 @@ def test_a_graph_with_a_circle_is_read_and_one_that_is_nested_too_deeply_refused
     assert run_settings(chain(5000, 1), "0") == ""
 
 
-@pytest.mark.parametrize("graph", [[], None, {"1": []}, {"1": {"inputs": [1]}}], ids=str)
+@pytest.mark.parametrize(
+    "graph", [[], None, {"1": []}, {"1": {"inputs": [1]}}, {"1": {"inputs": {}}, "2": []}], ids=str
+)
 def test_what_is_no_graph_is_refused(graph):
     with pytest.raises(UserError, match="not a graph in API form"):
         settings_of(graph)

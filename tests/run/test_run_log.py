@@ -163,6 +163,7 @@ def test_a_table_that_somebody_holds_or_that_is_gone_stops_no_run_and_lacks_no_s
         if progress.step == 5:
             table.rename(away)
         if progress.step == 7:
+            assert not table.exists(), "nothing is begun in its place"
             away.rename(table)
 
     holder = []

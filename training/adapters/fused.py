@@ -52,8 +52,6 @@ class _LowRank(torch.autograd.Function):
         else:
             gradients = _conv_backward(ctx, layer, grad, x, small_down, small_up)
         grad_x, grad_down, grad_up = gradients
-        if grad_down is not None:
-            grad_down = grad_down.to(down.dtype)
         if grad_up is not None:
             grad_up = grad_up.to(up.dtype)
             grad_up = grad_up if ctx.scale == 1 else grad_up.mul_(ctx.scale)

@@ -110,12 +110,10 @@ def loss_plot(
         x, y = place(step_number - 1, low)
         draw.text((x, y + 10 * scale), str(step_number), GRAY, font(14 * scale), anchor="ma")
     draw.text(at(size[0] - right, size[1] - 14), "step", GRAY, font(14 * scale), anchor="rb")
-    if len(losses) > 1:
-        draw.line([place(i, v) for i, v in enumerate(losses)], FAINT, scale, joint="curve")
-        draw.line([place(i, v) for i, v in enumerate(means)], STRONG, 3 * scale, joint="curve")
     marks = [place(step_number - 1, value) for step_number, value in validations]
-    if len(marks) > 1:
-        draw.line(marks, MARK, 2 * scale, joint="curve")
+    draw.line([place(i, v) for i, v in enumerate(losses)], FAINT, scale, joint="curve")
+    draw.line([place(i, v) for i, v in enumerate(means)], STRONG, 3 * scale, joint="curve")
+    draw.line(marks, MARK, 2 * scale, joint="curve")
     for x, y in marks:
         draw.ellipse((x - 3 * scale, y - 3 * scale, x + 3 * scale, y + 3 * scale), MARK)
     x = size[0] - right
