@@ -263,8 +263,8 @@ def kill(root: Path, mutant: Mutant, groups: list[list[str]]) -> str | None:
 
 
 def argued() -> dict[str, str]:
-    """Return {mutant: reason} of survivors.txt. A block has lines "file: function", each with changes of two lines
-    below, and one reason for all of them, indented.
+    """Return {mutant: reason} of survivors.txt. A block has lines "file: function", below each its changes, and
+    one reason for all of them, indented.
     """
     reasons = {}
     for block in filter(None, ARGUED.read_text(encoding="utf-8").split("\n\n")):
