@@ -263,7 +263,7 @@ def kill(root: Path, mutant: Mutant, groups: list[list[str]]) -> str | None:
 
 
 def argued() -> dict[str, str]:
-    """Return {mutant: reason} of survivors.txt. A block has lines "file: function", below each its changes, and
+    """Return {mutant: reason} of survivors.txt. A block has "file: function" with changes below, once or more, and
     one reason for all of them, indented.
     """
     reasons = {}

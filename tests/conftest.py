@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ class RootIsNoTestPackage:
 
 def pytest_configure(config):
     config.pluginmanager.register(RootIsNoTestPackage)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """A process for each core, and one more: that of the browser mostly waits."""
+    return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
 @pytest.hookimpl(optionalhook=True)
