@@ -263,8 +263,9 @@ def kill(root: Path, mutant: Mutant, groups: list[list[str]]) -> str | None:
 
 
 def argued() -> dict[str, str]:
-    """Return {mutant: reason} of survivors.txt. A block has "file: function" with changes below, once or more, and
-    one reason for all of them, indented.
+    """Return {mutant: reason} of survivors.txt.
+
+    A block has "file: function" and changes below it, once or more, and one reason for them all, indented.
     """
     reasons = {}
     for block in filter(None, ARGUED.read_text(encoding="utf-8").split("\n\n")):
