@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..training.job.graph import Prompt, of_kind
+from ..training.job.graph import NODES, Prompt, of_kind
 from ..training.user_error import UserError
 
 Link = list[Any]
@@ -30,6 +30,18 @@ def training(workflow: Path, changes: Mapping[str, Mapping[str, Any]]) -> Prompt
     return prompt
 
 
+def preserve(prompt: Prompt, class_word: str, *, weight: float = 4.0, share: float = 0.5) -> None:
+    """Add preservation to a training: what the base draws for captions with `class_word` in place of the
+    trigger stays as it is.
+    """
+    for setting, values, node, slot in (
+        ("objective", {"preservation": weight, "preservation_share": share}, "train", "objective_settings"),
+        ("dataset_settings", {"class_word": class_word}, "dataset", "dataset_settings"),
+    ):
+        added = _add(prompt, NODES[setting].kind, **NODES[setting].inputs | values)
+        prompt[_first(prompt, NODES[node].kind)]["inputs"][slot] = [added, 0]
+
+
 def held_out(trained: Prompt, lora: str, folders: Mapping[str, str]) -> tuple[Prompt, dict[str, str]]:
     """Return a prompt that measures the loss on folders of captioned images, and which node measures what.
 
@@ -38,7 +50,8 @@ def held_out(trained: Prompt, lora: str, folders: Mapping[str, str]) -> tuple[Pr
     prompt = _only(trained, "GraftLoadBaseModel")
     base, nodes = _first(prompt, "GraftLoadBaseModel"), {}
     patched = _add(prompt, "LoraLoader", model=[base, 0], clip=[base, 1], lora_name=lora, **_strength(1.0))
-    like = trained[_first(trained, "GraftLoadDataset")]["inputs"]
+    like = {**trained[_first(trained, "GraftLoadDataset")]["inputs"]}
+    like.pop("dataset_settings", None)
     for name, folder in folders.items():
         plain = {"folder": folder, "repeats": 1, "caption_dropout": 0.0, "flip": False}
         images = _add(prompt, "GraftLoadDataset", **{**like, **plain})
