@@ -197,7 +197,7 @@ def make_plan(args: argparse.Namespace, dataset: Path, trigger: str | None, vali
     folder = f"starter/{name}" if shipped else name
     prompt = prompts.training(WORKFLOW, inputs(args, name, folder, trigger))
     if shipped and name in CLASS_WORDS:
-        prompts.preserve(prompt, CLASS_WORDS[name])
+        prompts.add_preservation(prompt, CLASS_WORDS[name])
     return Plan(
         name, dataset, folders, tuple(roots), tuple(args.prompt or texts), tuple(captions), prompt
     )  # fmt: skip

@@ -30,7 +30,7 @@ def training(workflow: Path, changes: Mapping[str, Mapping[str, Any]]) -> Prompt
     return prompt
 
 
-def preserve(prompt: Prompt, class_word: str, *, weight: float = 4.0, share: float = 0.5) -> None:
+def add_preservation(prompt: Prompt, class_word: str, *, weight: float = 4.0, share: float = 0.5) -> None:
     """Add preservation to a training: what the base draws for captions with `class_word` in place of the
     trigger stays as it is.
     """

@@ -3,7 +3,7 @@ It writes the blueprint in subgraphs/ too.
 
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
 node's schema, start ComfyUI 0.3.75 with Graft and run
-`python dev/make_workflows.py http://127.0.0.1:8188`. With `--thumbnails` behind it, every workflow is
+`python dev/make_workflows.py http://127.0.0.1:8188`. With `--thumbnails`, every workflow (or those named behind it) is
 also run at the size of the demo's base model, and its picture becomes its thumbnail, labeled so. What belongs
 to the eye alone stands below, the notes among it: change them here and not in the files.
 """
@@ -400,7 +400,7 @@ LAYOUTS = {
             ("Draw with it", ((9, 10, 11, 12), (14, 15), (16,))),
             ("Save", ((8,),)),
         ),
-        "donut, sunburst style",
+        "umbrella, sunburst style",
     ),
     "schnell_assistant": Layout(
         "06 Flux Schnell with an assistant LoRA",
@@ -411,7 +411,7 @@ LAYOUTS = {
             ("Draw without the assistant", ((10, 11, 12), (9, 14), (15, 16))),
             ("Save", ((8,),)),
         ),
-        "sailboat, sunburst style",
+        "hamburger, sunburst style",
     ),
     "wan22": Layout(
         "07 Wan 2.2 clips",
@@ -423,7 +423,7 @@ LAYOUTS = {
             ("Low noise", ((8,), (10, 12))),
             ("Draw with both", ((13, 14, 15), (16, 17), (18, 19))),
         ),
-        "rocket, sunburst style",
+        "penguin, sunburst style",
     ),
     "qwen_edit": Layout(
         "08 Qwen-Image-Edit from pairs",
@@ -478,7 +478,7 @@ LAYOUTS = {
             ("First part", ((6,), (8, 9, 10), (11, 12))),
             ("Second part", ((13, 17), (14, 15), (16,))),
         ),
-        "octopus, sunburst style",
+        "apple, sunburst style",
     ),
     "resume": Layout(
         "21 Go on with an earlier training",
@@ -891,7 +891,7 @@ def main(address: str, *options: str) -> None:
     for path, text in written(json.loads(_ask(f"{address}/object_info"))).items():
         path.write_text(text, encoding="utf-8", newline="\n")
     if "--thumbnails" in options:
-        for name in (name for name, layout in LAYOUTS.items() if layout.subject):
+        for name in options[1:] or [name for name, layout in LAYOUTS.items() if layout.subject]:
             _thumbnail(address, name)
 
 

@@ -262,13 +262,14 @@ def test_what_multiplies_the_base_has_no_difference_without_it(method):
         case(method, "linear")[1].delta()
 
 
-def test_a_fresh_factor_is_uniform_up_to_one_over_the_root_of_its_inputs():
+@pytest.mark.parametrize(("algorithm", "factor", "inputs"), [("lora", "down", 400), ("glora", "a1", 100)])
+def test_a_fresh_factor_is_uniform_up_to_one_over_the_root_of_its_inputs(algorithm, factor, inputs):
     """Kaiming-uniform with a = sqrt(5), as PEFT and LyCORIS have it."""
-    layer = LayerSpec("linear", (8, 400))
-    adapters = build_adapters({"a": layer}, AdapterConfig(rank=64))
+    config = AdapterConfig(algorithm=algorithm, rank=100)
+    adapters = build_adapters({"a": LayerSpec("linear", (400, 400))}, config)
     initialize(adapters, 0)
-    largest = adapters["a"].down.abs().max()
-    assert 0.999 / 20 < largest <= 1 / 20
+    largest = getattr(adapters["a"], factor).abs().max()
+    assert 0.999 < largest * inputs**0.5 <= 1
 
 
 def test_at_strength_zero_only_the_base_is_computed():
@@ -303,6 +304,14 @@ def test_the_factor_of_a_lokr_file_is_read_from_either_side(shape):
     layer, config = LayerSpec("linear", shape), AdapterConfig(algorithm="lokr", rank=1)
     weights = dict(LoKr(layer, dataclasses.replace(config, factor=4)).named_parameters())
     assert LoKr.settings_of(config, {"layer": (layer, weights)}).factor == 4
+
+
+@pytest.mark.parametrize("settings", [{"decompose_both": True}, {"full_matrix": True}, {}], ids=str)
+def test_which_factors_of_a_lokr_file_are_products_is_read(settings):
+    layer, config = LayerSpec("linear", (64, 64)), AdapterConfig(algorithm="lokr", rank=1)
+    asked = dataclasses.replace(config, **settings)
+    weights = dict(LoKr(layer, asked).named_parameters())
+    assert LoKr.settings_of(config, {"layer": (layer, weights)}) == asked
 
 
 def test_a_factor_of_two_is_read_from_a_lokr_file():

@@ -84,12 +84,13 @@ def test_the_estimate_is_of_the_fastest_plan_that_fits_and_of_the_last_one_where
     assert find(0, estimate).plan is plans[-1] and asked == [plans[-1]]
 
 
-def test_the_fastest_plan_that_fits_is_chosen():
+def test_the_fastest_plan_that_fits_is_chosen(caplog):
+    caplog.set_level("INFO")
     denoiser = TinyDenoiser()
     for estimate in estimates(denoiser):
         first = chosen(denoiser, int(estimate.peak / (1 - RESERVE)) + 1)[0]
         fits = [p.plan for p in estimates(denoiser) if p.peak <= estimate.peak + 1]
-        assert first == fits[0]
+        assert first == fits[0] and f"{fits[0]} takes " in caplog.text
 
 
 def test_where_nothing_fits_the_smallest_is_tried_and_the_user_told(caplog):
@@ -243,6 +244,19 @@ def test_memory_is_not_ample_where_the_fastest_plan_would_not_fit():
     text = [{**each, "text": torch.zeros(1, 500, 8)} for each in BATCH.conditioning]
     ample = next(size for size in range(0, GIB, 1 << 16) if sure(BATCH, size))
     assert not sure(replace(BATCH, conditioning=text), 2 * ample)
+
+
+def test_an_ample_budget_is_one_for_every_layers_input_and_output_six_times():
+    """At the largest of all texts, beside the base and twice the adapters."""
+    denoiser = TinyDenoiser()
+    texts = [{**each, "text": torch.zeros(1, 9 + 20 * i, 8)} for i, each in enumerate(BATCH.conditioning)]
+    batch = replace(BATCH, conditioning=texts)
+    positions = len(batch.latents) * (batch.latents[0, 0].numel() + 29)
+    widths = sum(spec.shape[0] + spec.shape[1] for spec in denoiser.specs.values())
+    base = weight_bytes(denoiser.specs, denoiser.family.blocks, "resident", torch.float32)
+    enough = base + 2 * adapter_bytes(denoiser.specs, CONFIG) + 6 * 4 * positions * widths
+    sure = partial(fits_surely, denoiser, denoiser.specs, CONFIG, batch)
+    assert sure(enough) and not sure(enough - 1)
 
 
 def test_a_step_lasts_as_long_as_the_slower_of_computing_and_copying():

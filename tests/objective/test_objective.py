@@ -17,6 +17,7 @@ from graft.training.objective.loss import (
     differential_target,
     draw_loss,
     loss_at,
+    noise_input,
     noised_mask,
     with_guidance,
 )
@@ -442,6 +443,11 @@ def test_what_a_sample_gives_clean_is_not_trained_and_a_sample_without_such_a_ma
     expected = (error[0, :, 1:].mean() + error[1].mean()) / 2
     torch.testing.assert_close(loss_at(Constant(), batch, x0, torch.tensor([0.5, 0.5]), noise), expected)
     assert noised_mask(Batch(x0, [{}, {}]), x0) is None
+    sigma = torch.tensor([0.5, 0.5])
+    seen = noise_input(Constant().sampling, batch, sigma, noise, x0, CONFIG, None)
+    noised = noise_input(Constant().sampling, Batch(x0, [{}, {}]), sigma, noise, x0, CONFIG, None)
+    assert torch.equal(seen[0, :, 0], x0[0, :, 0]) and torch.equal(seen[0, :, 1:], noised[0, :, 1:])
+    assert torch.equal(seen[1], noised[1]) and not torch.equal(noised, x0)
 
 
 @pytest.mark.parametrize(("share", "due"), [(1.0, range(8)), (0.5, [1, 3, 5, 7]), (0.25, [3, 7])])

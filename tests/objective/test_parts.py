@@ -8,8 +8,9 @@ import torch
 from graft.training.adapters.strength import apply_strength, at_strength
 from graft.training.config import ObjectiveConfig
 from graft.training.model import Batch, Captions, SliderTexts
-from graft.training.objective.parts import parts_of, with_largest_parts
+from graft.training.objective.parts import parts_of, require_strengths, with_largest_parts
 
+from ..support.adapter_cases import case
 from ..support.tiny import TinyDenoiser
 
 LORA = 1.0
@@ -84,3 +85,14 @@ def test_memory_is_planned_for_preservation_wherever_a_run_has_it():
     assert with_largest_parts(own(), ObjectiveConfig()).preserved is None
     batch = with_largest_parts(own(captions=("own",) * 2), ObjectiveConfig(preservation=0.5))
     assert batch.preserved == captions("own")
+
+
+def test_a_slider_takes_methods_that_comfyui_applies_in_proportion_alone():
+    slider = parts_of(
+        own(slider=SliderTexts(*map(captions, ("positive", "negative", "neutral")))), ObjectiveConfig()
+    )
+    adapters = {name: {"a": case(name, "linear")[1]} for name in ("lora", "oft")}
+    require_strengths(slider, adapters["lora"])
+    require_strengths(parts_of(own(), ObjectiveConfig()), adapters["oft"])
+    with pytest.raises(ValueError, match="does not apply oft in proportion"):
+        require_strengths(slider, adapters["oft"])

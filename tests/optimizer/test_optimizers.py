@@ -241,6 +241,7 @@ def test_parameters_have_learning_rates_of_their_own():
 
 def test_a_rate_that_is_none_for_prodigy_is_told():
     [note] = optimizer_notes(OptimizerConfig(name="prodigy", lr=1e-4))
+    assert not optimizer_notes(OptimizerConfig(name="prodigy", lr=0.1))
     assert "by the learning rate of 0.0001, so it will hardly learn anything; 1 is usual" in note
     assert (
         optimizer_notes(OptimizerConfig(name="prodigy", lr=1.0)) == optimizer_notes(OptimizerConfig()) == []
@@ -563,3 +564,9 @@ def test_a_rate_that_breaks_a_lora_does_so_in_eight_bit_too():
 def test_a_parameter_is_called_silent_only_when_dropout_can_hardly_be_the_reason(settings, steps):
     """0.1 to the 6th is a millionth; so is less than one step's chance that all of 16 ranks are dropped."""
     assert steps_needed(AdapterConfig(**{"rank": 16} | settings)) == steps
+
+
+def test_prodigy_is_set_as_its_authors_advise_for_runs_with_a_warm_up():
+    parameters = {"a": torch.nn.Parameter(torch.ones(2, 2))}
+    [group] = build_optimizer(parameters, OptimizerConfig(name="prodigy", lr=1.0)).param_groups
+    assert group["decouple"] and group["use_bias_correction"] and group["safeguard_warmup"]

@@ -61,7 +61,9 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     torn = tmp_path / "checkpoints" / "step-00000007"
     torn.mkdir()
     (torn / "state-00.safetensors").write_text("half")
-    (tmp_path / "checkpoints" / "step-00000002" / ".writing-0a").write_text("half")
+    for folder in (".", "loras", "samples", "checkpoints/step-00000002"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / ".writing-0a").write_text("half")
     go(tmp_path, 3)
     assert not torn.exists() and not list(tmp_path.rglob(".writing-*"))
 
@@ -136,3 +138,9 @@ def test_a_lora_file_that_cannot_be_removed_does_not_keep_a_run_from_being_saved
     monkeypatch.setattr(Path, "unlink", held)
     assert go(tmp_path / "run-0", 5, saving=CheckpointConfig(minutes=60, keep=1)).step == 5
     assert checkpoints(tmp_path / "run-0") == [3, 5]
+
+
+def test_the_newest_checkpoint_may_be_that_of_step_0(tmp_path):
+    run = Run(tmp_path)
+    save_state(dataclasses.replace(train_without_a_folder(steps=1), step=0), run.checkpoint(0))
+    assert Checkpoints(run).latest().step == 0 and Checkpoints(run).latest(after=0) is None

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,7 @@ from graft.training import loop
 from graft.training.config import CheckpointConfig, OptimizerConfig, from_dict, to_dict
 from graft.training.live_state import LiveState
 from graft.training.optimizer.rows import OPTIMIZERS
+from graft.training.run import execute as execute_module
 from graft.training.run import lock
 from graft.training.run.checkpoints import Checkpoints
 from graft.training.run.execute import execute, run_key
@@ -324,3 +326,18 @@ def test_a_changed_setting_takes_effect_on_a_state_from_elsewhere(tmp_path):
         next(iter(go(tmp_path / "b", 2, start=start, config=config).load().weights.values())),
         next(iter(go(tmp_path / "c", 2, start=start).load().weights.values())),
     )
+
+
+def test_another_process_than_rank_0_ends_when_its_own_step_says_so(monkeypatch, tmp_path):
+    """What `on_step` answers reaches the training, and so does a signal."""
+    state, told = train_without_a_folder(steps=1), []
+    shared = iter([(state, CONFIG.objective), state])
+    monkeypatch.setattr(execute_module.distributed, "share", lambda value: next(shared))
+
+    def trained(denoiser, dataset, config, state, *, on_step, **options):
+        told.append(on_step(None, None))
+
+    monkeypatch.setattr(execute_module, "train", trained)
+    follow = partial(execute_module.follow, on_step=lambda *of_step: loop.STOP, validation=None)
+    follow(Run(tmp_path), TinyDenoiser(), TinyDataset(), CONFIG, 2)
+    assert told == [loop.STOP]

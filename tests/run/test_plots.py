@@ -53,6 +53,8 @@ def test_every_text_is_on_the_grid_and_that_of_a_row_beside_its_picture():
 
     for text in ("title", "subtitle", "prompt", "under"):
         assert difference(**{text: "word"}), text
+    for text in ("prompt", "under"):
+        assert difference(**{text: "word"})[3] <= draw().height - 28 - 3 * 64 - 2 * 10, "above the pictures"
     right = [x for x in range(draw().width) if draw().getpixel((x, draw().height - 60)) == (9, 200, 10)]
     name, note = (difference(**{text: "word"}) for text in ("name", "note"))
     assert name[3] <= note[1], "the name stands above the note"
@@ -104,6 +106,12 @@ def test_one_great_loss_does_not_flatten_the_others():
 
 def test_every_number_of_the_axis_has_a_line():
     assert len(rows_of(loss_plot([0.5, 1.0, 0.7, 0.0], **TEXT), RULE, 700)) in range(4, 19)
+
+
+def test_the_legend_shows_the_color_of_each_line():
+    page = loss_plot([1.0 / (n + 1) for n in range(50)], validations=[(50, 0.4)], **TEXT)
+    legend = page.crop((0, 20, page.width, 52))
+    assert all(shows(legend, color) for color in (STRONG, FAINT, MARK))
 
 
 def test_held_out_losses_are_drawn_where_there_are_any():

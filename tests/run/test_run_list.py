@@ -19,7 +19,7 @@ from graft.training.run.checkpoints import PINNED
 from graft.training.run.delete_run import DELETED, delete_run
 from graft.training.run.lock import lock_folder
 from graft.training.run.queued import note_queued
-from graft.training.run.run_list import find_runs, list_runs, size_of
+from graft.training.run.run_list import DEEPEST, find_runs, list_runs, size_of
 from graft.training.run.watch import SAVE
 from graft.training.user_error import UserError
 
@@ -56,6 +56,25 @@ def test_every_run_is_listed_with_what_it_reached_and_how_it_differs(trained):
     assert rows[0].loss == last["smoothed"] and rows[0].settings["adapter.rank"] == 4
     files = [path for path in (trained / REX).rglob("*") if path.is_file()]
     assert rows[0].bytes == size_of(trained / REX) == sum(path.stat().st_size for path in files)
+
+
+def test_a_run_is_as_old_as_the_newest_of_its_files(tmp_path):
+    for number, dates in enumerate(((5, 1), (2, 3))):
+        folder = tmp_path / f"run-000000000000000{number}"
+        folder.mkdir()
+        for file, date in zip(("log.jsonl", "config.json"), dates, strict=True):
+            (folder / file).write_text("{}")
+            os.utime(folder / file, (1e9 + date, 1e9 + date))
+    assert [row.run[-1] for row in list_runs(tmp_path)] == ["0", "1"]
+
+
+def test_runs_lie_at_most_so_deep(tmp_path):
+    deep = tmp_path
+    for number in range(DEEPEST + 1):
+        deep = deep / f"folder {number}"
+        (deep / "run-0123456789abcdef").mkdir(parents=True)
+        (deep / "run-0123456789abcdef" / "config.json").write_text("{}")
+    assert len(list(find_runs(tmp_path))) == DEEPEST - 1
 
 
 def test_a_run_is_shown_by_the_first_picture_of_its_newest_samples(tmp_path):

@@ -225,7 +225,7 @@ def test_missing_tensorboard_is_named_before_training(tmp_path, monkeypatch):
 
 def test_new_lines_are_read_once_and_torn_ones_later(tmp_path):
     file = tmp_path / "log.jsonl"
-    assert read_entries(file, 0)["entries"] == []
+    assert read_entries(file, 0) == {"start": 0, "next": 0, "more": False, "entries": []}
     file.write_bytes(b'{"step": 1}\n{"ste')
     part = read_entries(file, 0)
     assert part["entries"] == [{"step": 1}]

@@ -125,3 +125,12 @@ def test_the_last_save_waits_for_a_drive_and_says_what_is_lost_without_one(tmp_p
 def _fail(failures):
     if failures:
         raise failures.pop()
+
+
+def test_a_full_disk_is_told_from_one_with_room_and_from_one_that_is_away(tmp_path, monkeypatch):
+    guard = watch.Watch(Run(tmp_path), FAMILY, train_without_a_folder(steps=1), lambda *of_step: None)
+    free = [0, 1 << 40]
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free.pop(0)))
+    assert guard.is_disk_full() is True and not guard.is_disk_full()
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda folder: _fail([OSError("away")]))
+    assert not guard.is_disk_full()
