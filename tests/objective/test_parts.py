@@ -88,9 +88,8 @@ def test_memory_is_planned_for_preservation_wherever_a_run_has_it():
 
 
 def test_a_slider_takes_methods_that_comfyui_applies_in_proportion_alone():
-    slider = parts_of(
-        own(slider=SliderTexts(*map(captions, ("positive", "negative", "neutral")))), ObjectiveConfig()
-    )
+    texts = SliderTexts(*map(captions, ("positive", "negative", "neutral")), guidance=2.0)
+    slider = parts_of(own(slider=texts), ObjectiveConfig())
     adapters = {name: {"a": case(name, "linear")[1]} for name in ("lora", "oft")}
     require_strengths(slider, adapters["lora"])
     require_strengths(parts_of(own(), ObjectiveConfig()), adapters["oft"])
