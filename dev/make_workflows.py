@@ -3,9 +3,9 @@ It writes the blueprint in subgraphs/ too.
 
 The API form is the source; widgets that it does not name get their defaults. After a change there or in a
 node's schema, start ComfyUI 0.3.75 with Graft and run
-`python dev/make_workflows.py http://127.0.0.1:8188`. With `--thumbnails`, every workflow (or those named behind it) is
-also run at the size of the demo's base model, and its picture becomes its thumbnail, labeled so. What belongs
-to the eye alone stands below, the notes among it: change them here and not in the files.
+`python dev/make_workflows.py http://127.0.0.1:8188`. With `--thumbnails`, every workflow, or those named
+behind it, is also run at the size of the demo's base model, and its picture becomes its thumbnail, labeled
+so. What belongs to the eye alone stands below, the notes among it: change them here and not in the files.
 """
 
 from __future__ import annotations
