@@ -38,7 +38,7 @@ def add_preservation(prompt: Prompt, class_word: str, *, weight: float = 4.0, sh
         ("objective", {"preservation": weight, "preservation_share": share}, "train", "objective_settings"),
         ("dataset_settings", {"class_word": class_word}, "dataset", "dataset_settings"),
     ):
-        added = _add(prompt, NODES[setting].kind, **NODES[setting].inputs | values)
+        added = _add(prompt, NODES[setting].kind, **{**NODES[setting].inputs, **values})
         prompt[_first(prompt, NODES[node].kind)]["inputs"][slot] = [added, 0]
 
 
