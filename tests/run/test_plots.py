@@ -8,6 +8,7 @@ from PIL import Image, ImageChops
 from graft.training.run.plots import (
     FAINT,
     MARK,
+    PAPER,
     RULE,
     STRONG,
     Column,
@@ -112,6 +113,7 @@ def test_the_legend_shows_the_color_of_each_line():
     page = loss_plot([1.0 / (n + 1) for n in range(50)], validations=[(50, 0.4)], **TEXT)
     legend = page.crop((0, 20, page.width, 52))
     assert all(shows(legend, color) for color in (STRONG, FAINT, MARK))
+    assert colors(legend.crop((page.width - 24, 0, page.width, 32))) == {PAPER}, "the margin"
 
 
 def test_held_out_losses_are_drawn_where_there_are_any():
