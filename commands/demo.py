@@ -57,9 +57,9 @@ TEXTS = {
 """The shipped datasets, and what the demo draws with the LoRA of each: last, another prompt."""
 TRIGGERS = {"character": "mibo"}
 CLASS_WORDS = {"character": "animal"}
-"""What the base draws for such a word in place of the trigger is preserved, and so are other prompts."""
+"""Class words for preservation: what the base draws for them stays as it is, and so do other prompts."""
 STEPS = {"character": 90}
-"""Where not as many as in the workflow: every other step takes two passes more for preservation."""
+"""Steps where they differ from the workflow's: preservation adds passes to every other step."""
 HELD_OUT, BASE_STYLE = "held out", "base style"
 MOST_TEXTS = 4
 

@@ -37,7 +37,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """A process for each core, and one more: that of the browser mostly waits."""
+    """Return one process per core and one more, as the browser's mostly waits."""
     return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from graft.tests.support import dynamic_vram
-from graft.tests.support.starter_base import BASE, with_difference
+from graft.tests.support.small_base import STARTER
+from graft.tests.support.starter_base import with_difference
 from graft.tests.support.two_steps import CONFIG, Samples
 from graft.training.comfy.model import loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
@@ -39,8 +40,8 @@ def test_a_training_is_bit_equal_with_dynamic_vram_and_without(name):
 
 def test_a_run_begun_with_dynamic_vram_is_the_same_run_without(base):
     """As in `graft worker`, and after --disable-dynamic-vram: a file in fp16 whose model computes in bf16."""
-    tensors = load_file(BASE)
-    (base / "models" / "checkpoints" / "half.safetensors").write_bytes(BASE.read_bytes())
+    tensors = load_file(STARTER)
+    (base / "models" / "checkpoints" / "half.safetensors").write_bytes(STARTER.read_bytes())
     parts = {k.removeprefix("first_stage_model."): v for k, v in tensors.items() if "first_stage" in k}
     assert torch.float16 in {tensor.dtype for tensor in parts.values()}
 

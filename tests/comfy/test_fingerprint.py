@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graft.tests.support.starter_base import BASE, patched, with_difference
+from graft.tests.support.small_base import STARTER
+from graft.tests.support.starter_base import patched, with_difference
 from graft.tests.support.two_steps import CONFIG, Samples
 from graft.training.comfy.model import loading
 from graft.training.comfy.model.denoiser import ComfyDenoiser
@@ -145,7 +146,7 @@ def parts_of(small):
 def test_a_merge_that_changes_one_block_is_trained_anew(base, tmp_path):
     """Today's file and a copy with one weight changed, through Load Base Model: other bases, other runs."""
     folder = base / "models" / "checkpoints"
-    tensors = load_file(BASE)
+    tensors = load_file(STARTER)
     save_file(tensors, folder / "plain.safetensors")
     name = "model.diffusion_model.joint_blocks.2.x_block.mlp.fc1.weight"
     save_file({**tensors, name: tensors[name] * 3}, folder / "merged.safetensors")
@@ -174,15 +175,15 @@ def counted(monkeypatch):
 
 def test_a_file_is_digested_once_however_often_it_is_loaded(base, counted):
     file = base / "models" / "checkpoints" / "once.safetensors"
-    file.write_bytes(BASE.read_bytes())
+    file.write_bytes(STARTER.read_bytes())
     os.utime(file, (1e9, 1e9))
     first = ComfyDenoiser(load(file.name)[0]).fingerprint
-    assert len(counted) >= len(load_file(BASE))
+    assert len(counted) >= len(load_file(STARTER))
     counted.clear()
     again = load(file.name)
     assert ComfyDenoiser(again[0]).fingerprint == first and not of_layers(counted)
     other = file.with_name("other")
-    other.write_bytes(BASE.read_bytes())
+    other.write_bytes(STARTER.read_bytes())
     os.utime(other, (1e9, 1e9))
     os.replace(other, file)  # of the same name, size and date
     assert ComfyDenoiser(load(file.name)[0]).fingerprint == first and of_layers(counted)
@@ -195,7 +196,7 @@ def of_layers(shapes):
 
 def test_what_the_file_tells_of_a_base_is_what_its_weights_do(base, monkeypatch):
     file = base / "models" / "checkpoints" / "told.safetensors"
-    file.write_bytes(BASE.read_bytes())
+    file.write_bytes(STARTER.read_bytes())
     told = load(file.name)
     monkeypatch.setattr(loading, "remember", lambda *ignored: None)
     read = load(file.name)

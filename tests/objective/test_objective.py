@@ -286,7 +286,6 @@ def test_the_output_is_velocity_noise_or_v_by_model_type(sampling, space):
     torch.testing.assert_close(SPACES[space](at), torch.ones(3, 1, 1, 1))
 
 
-@pytest.mark.feature(74)
 def test_the_flow_time_of_a_level_has_its_signal_to_noise_ratio():
     sigma = torch.tensor([0.1, 1.0, 9.0])
     level = Level.of(Eps(), sigma, 4)  # x + sigma * n
@@ -294,6 +293,7 @@ def test_the_flow_time_of_a_level_has_its_signal_to_noise_ratio():
     torch.testing.assert_close(((1 - level.flow) / level.flow).square(), level.snr)
 
 
+@pytest.mark.feature(74)
 def test_min_snr_is_hang_2023_for_eps_v_and_x0():
     at, gamma = level(Eps(), 0.05, 0.4, 1.0, 5.0), 5.0
     snr = at.snr.flatten()

@@ -1,15 +1,10 @@
-"""The starter's base, and copies that differ from it."""
+"""Copies of a base that differ from it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-import graft
 from graft.tests.support.tiny_models import TINY
-
-BASE = Path(graft.__file__).parent / "starter" / "base" / "graft_tiny_sd3.safetensors"
 
 
 def with_difference(patcher, *, strength=1.0, seed=0):
